@@ -37,7 +37,9 @@ from benchmarks.measuring.counters import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import sequence_state
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
+from deepspeed_ext.runtime.attention.kernels import Gradients
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention.token_slice_attention import KeysOfSequence
 from deepspeed_ext.runtime.gradients import weight_gradients
 from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
@@ -104,6 +106,22 @@ def count_kernels(argv: Sequence[str] | None = None) -> None:
         print(f"| {name} | {found[0].total()} | {found[1].total()} | {apart.total()} |")
         details += [f"{name}, {way}: {dict(each)}" for way, each in zip(("forward", "backward"), found, strict=True)]
     print(*("", *details), sep="\n")
+    for token_slices in (16, 512):
+        print(
+            f"sums of keys' and values' gradients, {token_slices} token slices: {key_value_sums(token_slices)} a layer"
+        )
+
+
+def key_value_sums(token_slices: int) -> int:
+    """Kernels that add up the gradients of keys and values of a layer and sequence."""
+    state = KeysOfSequence(token_slices)
+    heads = torch.empty(1, token_slices, 2, 8, device="meta", dtype=PRECISION)
+    for start in range(token_slices):
+        state.write(heads[:, :1], heads[:, :1], start)
+    with counting(compiled=False) as counter:
+        for start in reversed(range(token_slices)):
+            state.accumulate(Gradients.cut(*(heads[:, :end].clone() for end in (1, start + 1, start + 1))), start)
+    return counter.found.total() - counter.found["clone"]
 
 
 ROWS, TOKENS, HIDDEN, WORDS = 2, 256, 1024, 4000
@@ -214,9 +232,9 @@ def _less(more: Both, less: Both) -> Both:
 
 
 def _of_prefix(attention: tuple[Both, Both]) -> Counted:
-    """Cost in the backward of one more earlier token slice."""
-    (_, second), (_, third) = attention
-    return third - second
+    """Cost in the backward of tokens before the token slice."""
+    (_, second), (_, first) = attention
+    return second - first
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -270,20 +288,20 @@ def _residual(ranks: TensorParallelRanks) -> Both:
 
 
 def _attention(model: ModelConfig) -> tuple[Both, Both]:
-    """Attention of the second and of the third of four token slices, with its products."""
+    """Attention of the second and of the first of four token slices, with its products."""
     layer = _on_meta(SelfAttention(model, model.blocks[0], TensorParallelRanks()))
     state = SequenceState(TokenSlices((TOKENS,) * 4), sequences=range(ROWS))
     outputs, forwards, backwards = [], [], []
     with patch.object(sequence_state, "kernel_for", lambda *_: CudaFlash()):
         for token_slice in range(4):
-            with counting(compiled=token_slice in (1, 2)) as counter:
+            with counting(compiled=token_slice in (0, 1)) as counter:
                 outputs.append(layer(_numbers(ROWS, TOKENS, HIDDEN), state.past(0, token_slice)))
             forwards.append(Counted.of(counter))
         for output in reversed(outputs):
             for parameter in layer.parameters():
                 parameter.grad = None
             backwards.insert(0, _backward(output))
-    return (forwards[1], backwards[1]), (forwards[2], backwards[2])
+    return (forwards[1], backwards[1]), (forwards[0], backwards[0])
 
 
 def _exchanges(model: ModelConfig) -> Both:

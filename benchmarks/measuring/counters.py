@@ -124,7 +124,8 @@ class KernelCounter(TorchDispatchMode):
         # The meta device asks for types with an operator of this name. Messages and marks for profilers are no kernels.
         if function.is_view or name in COMPUTES_NOTHING or name == "promote_types" or "::" in name:
             return result
-        inputs, outputs = list(_tensors([*arguments, *(keywords or {}).values()])), list(_tensors([result]))
+        read = [value for keyword, value in (keywords or {}).items() if keyword != "out"]
+        inputs, outputs = list(_tensors([*arguments, *read])), list(_tensors([result]))
         if name in UPDATES:
             named = zip((each.name for each in function._schema.arguments), arguments, strict=False)
             outputs += _tensors([value for each, value in named if each in UPDATES[name]])

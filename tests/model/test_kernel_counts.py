@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.kernel_counts import MODELS, SIZES, kernels
+from benchmarks.kernel_counts import MODELS, SIZES, kernels, key_value_sums
 from benchmarks.measuring.counters import compiled_kernels
 from megatron_terapipe.config import ModelConfig
 
@@ -19,6 +19,11 @@ MOST = {
 def test_kernels_of_a_layer(name: str) -> None:
     forward, backward = kernels(ModelConfig(**SIZES, **MODELS[name]), compiled=True, apart=True)
     assert (forward.total() <= MOST[name][0], backward.total() <= MOST[name][1]) == (True, True), (forward, backward)
+
+
+def test_gradients_of_keys_add_up_in_four_kernels_a_backward_however_many_token_slices_are_before_it() -> None:
+    # Its own keys and values, and those before it; the last token slice has none to add, the first none before it.
+    assert [key_value_sums(token_slices) for token_slices in (1, 2, 16)] == [0, 4, 60]
 
 
 def test_the_counter_tells_one_kernel_from_two() -> None:

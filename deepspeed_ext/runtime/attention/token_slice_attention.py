@@ -27,16 +27,20 @@ recomputation keeps none of them.
                                 freed as the next one writes
 
 In a window of W tokens a token attends to itself and W - 1 before it, so a token slice reaches W - 1 tokens back.
-Pending gradients are kept for each token slice:
+Pending gradients of keys, and of values, are one tensor, of the tokens before the last token slice that ran backward:
 
     token slice          0        1        2        3
-    backward of 3     [ += 3 | += 3 | += 3 ]              a buffer for each token slice before it
-    backward of 2     [ += 2 | += 2 ]                     its own = those pending for it + those it finds; freed
-    backward of 1     [ += 1 ]
+    backward of 3     [        = 3               ]
+    backward of 2     [     += 2        ]                 its own = those pending for it + those it finds
+    backward of 1     [ += 1   ]
     backward of 0
 
-Each token slice has buffers of its own, from the first backward that finds gradients for it to its own backward, which
-frees them. Sums are computed in fp32, or in the wider type of the model; `gradients_in` may round them between two
+Each backward takes one operation for the sum, however many token slices are before it. The sum is a new tensor, since
+a part of a tensor cannot be freed: a buffer that stays until the backward of token slice 0 raises the peak of 1F1B,
+where the keys of the next micro-batch come meanwhile. The old and the new sum exist together only for the keys, then
+the values, of one layer; there is no new one where the kernel's gradients have the type of sums and their own storage.
+
+Sums are computed in fp32, or in the wider type of the model; `gradients_in` may round them between two
 backwards. Each of S - 1 roundings to bf16 adds at most 2^-9, of random signs, so the relative error of dK and dV grows
 as the root of S: 0.1 % at 4 token slices, 0.5 % at 64. In a bf16 model it is below that of the kernels up to some 32
 token slices.
@@ -61,9 +65,9 @@ class KeyValueState(ABC):
         self._gradients_in = gradients_in
         self._ends: dict[int, int] = {}  # of token slices that were written and have not run backward, by their starts
         self._began = False
-        # By the start of a token slice: the first of its tokens that has gradients, and those [B, E, G, D] of its
-        # keys and values from there on; gradients of the tokens before are 0.
-        self._pending: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
+        # Gradients [B, E, G, D] of keys and values, of the last E tokens before the token slice that ran backward;
+        # those of earlier tokens are 0.
+        self._pending: list[Tensor | None] = [None, None]
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
@@ -84,35 +88,34 @@ class KeyValueState(ABC):
         self._began = True
         assert start == max(self._ends), "token slices must run backward last to first"
         del self._ends[start]
-        if start in self._pending:
-            due, found = self._pending.pop(start)
-            for own, later in zip(gradients.own, found, strict=True):
+        for index, (own, found) in enumerate(zip(gradients.own, gradients.prefix, strict=True)):
+            pending = self._pending[index]
+            if pending is not None:
+                due = pending[:, -own.shape[1] :]
                 # In place, since it has no other owner; the sum is rounded once, from fp32.
-                own[:, due - start :].add_(later)
-        reached = start - gradients.prefix[0].shape[1]
-        for begin, end in self._ends.items():
-            if end > reached:
-                first = max(begin, reached)
-                key, value = (each[:, first - reached : end - reached] for each in gradients.prefix)
-                self._pending[begin] = self._sums(begin, first, (key, value))
+                own[:, own.shape[1] - due.shape[1] :].add_(due)
+                pending = pending[:, : -own.shape[1]]
+            self._pending[index] = self._sum(found, pending)
         return gradients.own
 
-    def _sums(self, begin: int, first: int, found: tuple[Tensor, Tensor]) -> tuple[int, tuple[Tensor, Tensor]]:
-        """Gradients pending for the token slice from `begin`, added to those found from its token `first` on."""
-        known_first, known = self._pending.get(begin, (0, None))
-        if known is not None and first >= known_first:
-            for total, each in zip(known, found, strict=True):
-                total[:, first - known_first :].add_(each)
-            return known_first, known
-        key, value = (self._copy(each) for each in found)
-        if known is not None:
-            for total, each in zip((key, value), known, strict=True):
-                total[:, known_first - first :].add_(each)
-        return first, (key, value)
-
-    def _copy(self, gradient: Tensor) -> Tensor:
-        dtype = self._gradients_in or torch.promote_types(gradient.dtype, torch.float32)
-        return torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
+    def _sum(self, found: Tensor, pending: Tensor | None) -> Tensor | None:
+        """The gradients found, and those pending for the last of these tokens; None for no tokens."""
+        pending = found[:, :0] if pending is None else pending
+        # Tokens that a later token slice attends to are in the window and the document of this one, too.
+        first = found.shape[1] - pending.shape[1]
+        assert first >= 0, "a token slice reaches all tokens that a later one reaches"
+        if not found.shape[1]:
+            return None
+        dtype = self._gradients_in or torch.promote_types(found.dtype, torch.float32)
+        if found.dtype is dtype and found.untyped_storage().nbytes() == found.nbytes:
+            found[:, first:].add_(pending)
+            return found
+        total = torch.empty(found.shape, dtype=dtype, device=found.device)
+        if first:
+            total[:, :first] = found[:, :first]
+        if pending.shape[1]:
+            torch.add(found[:, first:], pending, out=total[:, first:])
+        return total
 
 
 class KeysOfSequence(KeyValueState):

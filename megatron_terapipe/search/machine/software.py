@@ -122,7 +122,7 @@ class AttentionCore:
     """Whether scores that are written out are kept a second time, with the mask of dropout."""
     prefix: Operator = NOTHING
     """Gradients of keys and values before the token slice that its backward adds to those of later ones, which are kept
-    in fp32 [channel of a key or value]; its kernels are those for each token slice before."""
+    in fp32 [channel of a key or value]; its kernels are those of all of them."""
 
     @property
     def writes_scores(self) -> bool:

@@ -361,8 +361,7 @@ class Roofline:
             back + BACKWARD_MOVES * kept + adding,
             selective=forward if again else 0.0,
             forward_kernels=core.forward_kernels,
-            # Token slices before it are about as long as this one.
-            input_kernels=core.backward_kernels + core.prefix.backward_kernels * ((in_reach - tokens) / tokens),
+            input_kernels=core.backward_kernels + core.prefix.backward_kernels * np.greater(in_reach, tokens),
             selective_kernels=core.forward_kernels if again else 0.0,
         )
 

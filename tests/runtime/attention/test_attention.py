@@ -231,7 +231,7 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     class Watched(token_slice_attention.KeysOfSequence):
         def accumulate(self, gradients, start):
             accumulated = super().accumulate(gradients, start)
-            past_gradients.append([each for _, pair in self._pending.values() for each in pair])
+            past_gradients.append([each for each in self._pending if each is not None])
             return accumulated
 
     state = Watched(24)
@@ -244,6 +244,7 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
         )
     for output in reversed(outputs):
         output.float().sum().backward()
-    # Of each token slice before it apart: its own backward frees them.
-    assert [len(held) for held in past_gradients] == [2 * earlier for earlier in reversed(range(12))]
-    assert {(gradient.dtype, gradient.shape[1]) for held in past_gradients for gradient in held} == {(torch.float32, 2)}
+    # Of the tokens before it, and no others: each backward frees those of its own token slice.
+    sizes = [{each.untyped_storage().nbytes() for each in held} for held in past_gradients]
+    assert sizes == [{tokens * 2 * 8 * 4} for tokens in range(22, 0, -2)] + [set()]
+    assert {gradient.dtype for held in past_gradients for gradient in held} == {torch.float32}

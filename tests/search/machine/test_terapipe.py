@@ -73,8 +73,7 @@ def test_operators_make_up_a_layer(model: dict[str, object]) -> None:
     forward, backward = kernels(ModelConfig(**SIZES, **model), compiled=True, apart=True)
     beside = 4 * software.products.forward_kernels + attention.forward_kernels
     assert forward.total() == sum(part.forward_kernels for part in parts) + beside
-    # Two token slices are before it.
-    beside = 4 * software.products.backward_kernels + attention.backward_kernels + 2 * attention.prefix.backward_kernels
+    beside = 4 * software.products.backward_kernels + attention.backward_kernels + attention.prefix.backward_kernels
     assert backward.total() == sum(part.backward_kernels for part in parts) + beside
 
 
