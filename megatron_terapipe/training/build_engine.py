@@ -211,6 +211,9 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     """Return the engine of this rank, with new weights."""
     config, layout = run.config, run.layout
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
+    # Products that cuBLAS splits into partial sums add them in fp32; torch lets it round them to bf16 or fp16.
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
     ranks = tensor_parallel_ranks(run)
     recompute, cuts = config.training.recompute_granularity, config.document_cuts()
 

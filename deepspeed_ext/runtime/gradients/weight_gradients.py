@@ -25,12 +25,14 @@ and the gradients of keys and values too. The `forward` of `nn.Linear` is replac
 `TorchFunctionMode` would pass every call of torch through Python.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
+from deepspeed.utils import log_dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -178,9 +180,11 @@ class AccumulatedGradient:
             total.addmm_(left, inputs)
         elif self._adds_products:
             torch.addmm(total, left, inputs, total.dtype, out=total)
+        elif total.device.type != "cpu":
+            total.add_(left @ inputs)
         else:
-            # A product in fp32 would be more exact, but several times as slow on devices with native bf16.
-            # In parts, so that each is in the cache when it is added.
+            # A product in fp32 would be more exact, but several times as slow where bf16 is native. In parts, so that
+            # each is in the cache when it is added.
             rows = max(_SMALL * 4 // inputs.shape[1], 1)
             for sums, part in zip(total.split(rows), left.split(rows), strict=True):
                 sums.add_((part @ inputs).to(sums.dtype))
@@ -250,6 +254,14 @@ def _adds_products(device: torch.device, operands: torch.dtype, total: torch.dty
     ones, found = torch.ones(16, 16, dtype=operands, device=device), torch.ones(16, 16, dtype=total, device=device)
     try:
         torch.addmm(found, ones, ones, total, out=found)
-    except (NotImplementedError, RuntimeError, TypeError):
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if device.type != "cpu":
+            reason = str(error).partition("\n")[0]
+            log_dist(
+                f"torch {torch.__version__} has no product of {operands} that adds to {total} on {device.type} "
+                f"({reason}): gradients of weights take one more kernel, and more memory",
+                ranks=[0],
+                level=logging.WARNING,
+            )
         return False
     return bool((found == 17).all())

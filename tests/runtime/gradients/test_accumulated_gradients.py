@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -211,6 +211,34 @@ def test_a_device_that_adds_products_gets_the_sum() -> None:
     output_gradient, inputs = (torch.zeros(ROWS, width, dtype=torch.bfloat16, device="meta") for width in (2 * OUT, IN))
     gradient.add_product(output_gradient, inputs)
     assert gradient.total.shape == (2, OUT, IN)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, positional: Any = (), keywords: Any = None) -> Any:
+        if not function.is_view:
+            self.names.append(str(function))
+        return function(*positional, **(keywords or {}))
+
+
+def test_a_device_without_it_gets_one_product_and_one_sum_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(accumulated_gradients, "log_dist", lambda line, **_: lines.append(line))
+    monkeypatch.setattr(torch, "addmm", Mock(side_effect=RuntimeError("self and mat2 must have the same dtype\nat x")))
+    accumulated_gradients._adds_products.cache_clear()
+    gradients = [AccumulatedGradient(torch.zeros(4096, 512, device="meta"), torch.bfloat16) for _ in range(2)]
+    accumulated_gradients._adds_products.cache_clear()
+    rows, inputs = (torch.zeros(ROWS, width, dtype=torch.bfloat16, device="meta") for width in (4096, 512))
+    with Operators() as found:
+        gradients[0].add_product(rows, inputs)
+    assert found.names == ["aten.mm.default", "aten.add_.Tensor"]
+    (line,) = lines
+    assert "has no product of torch.bfloat16 that adds to torch.float32 on meta (self and mat2 must" in line
 
 
 def test_cpus_have_no_such_operation() -> None:
