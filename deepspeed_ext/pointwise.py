@@ -69,8 +69,16 @@ class Pointwise:
         check_cache_folder()
         # Each type, one token and many, other strides are compiled for. Beyond the limit a function runs as it is
         # written; releases of torch that take no limit have one of 8.
-        takes_limit = "recompile_limit" in signature(torch.compile).parameters
-        return torch.compile(self.function, **({"recompile_limit": KINDS} if takes_limit else {}))
+        settings: dict[str, Any] = {}
+        if "recompile_limit" in signature(torch.compile).parameters:
+            settings["recompile_limit"] = KINDS
+        from torch._inductor import config
+
+        # Inductor's own launcher holds the lock of Python's interpreter in a launch that waits for a full queue, and
+        # while it loads a kernel, so that no thread could report a hang. Triton's releases it.
+        if hasattr(config, "use_static_cuda_launcher"):
+            settings["options"] = {"use_static_cuda_launcher": False}
+        return torch.compile(self.function, **settings)
 
 
 def check_cache_folder(environment: Mapping[str, str] = os.environ) -> None:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,17 @@ def test_compiled_masks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = function(*arguments())
     monkeypatch.setenv(pointwise.VARIABLE, "always")
     fresh = Pointwise(function.function)
+    settings: list[dict[str, Any]] = []
+    compiler = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        wraps(compiler)(lambda function, **given: settings.append(given) or compiler(function, **given)),
+    )
     assert_same(fresh(*arguments()), expected)
     assert "_compiled" in fresh.__dict__
+    # Inductor's own launcher would hold the lock of Python's interpreter while it waits for a full queue.
+    assert [given["options"] for given in settings] == [{"use_static_cuda_launcher": False}]
 
 
 def test_compiled_code_of_others_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

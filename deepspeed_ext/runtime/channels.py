@@ -110,11 +110,6 @@ class Outgoing:
         for tensor in tensors:
             self._post(name, tensor.detach().contiguous())
 
-    def over(self, name: Hashable) -> Callable[[], bool]:
-        """A function that any thread may call at any time: whether a message has been sent."""
-        works = [work for work, _ in self._in_flight[name]]
-        return lambda: all(work.is_completed() for work in works)
-
     def complete(self, name: Hashable) -> None:
         """Wait until a message has been sent, and free its tensors."""
         for work, _ in self._in_flight.pop(name):
@@ -142,13 +137,6 @@ class Incoming:
         self._unposted.append((name, kind))
         while self._unposted and (spec := self.shapes.find(self._unposted[0][1])) is not None:
             self._post(self._unposted.popleft()[0], spec)
-
-    def over(self, name: Hashable) -> Callable[[], bool] | None:
-        """A function that any thread may call: whether a message has arrived; None if it is not posted yet."""
-        if name not in self._posted:
-            return None
-        works = self._posted[name][2]
-        return lambda: all(work.is_completed() for work in works)
 
     def wait(self, name: Hashable) -> tuple[Tensor, ...]:
         """Wait for a message and return its tensors [...]; those that need a gradient are leaves that require one."""
@@ -299,10 +287,6 @@ class RankLinks:
     def complete(self, reader: Op) -> None:
         """Free a message after it has been sent."""
         self._end(reader).complete(reader)
-
-    def over(self, reader: Op) -> Callable[[], bool] | None:
-        """A function: whether a transfer is over, on the accelerator too; None if it is not posted yet."""
-        return self._end(reader).over(reader)
 
     def peer(self, reader: Op) -> int:
         """Global rank at the other end of a message."""

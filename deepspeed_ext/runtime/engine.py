@@ -64,6 +64,9 @@ from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_
 
 __all__ = ["TokenSlicePipelineEngine"]
 
+NEVER_PRINTED = 100_000
+"""Interval of DeepSpeed's prints, in steps, from which the times of steps are not kept for the next one."""
+
 SEQUENCES_PER_STEP = 1 << 32
 """Above the number of any step, so that every sequence of a run has a number of its own."""
 
@@ -214,6 +217,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self.batch = self._new_batch(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
         with self._running(self.batch, self._train_schedule()):
             loss = super().train_batch(data_iter)
+        if (self.steps_per_print() or NEVER_PRINTED) >= NEVER_PRINTED:
+            # DeepSpeed's timer keeps two events of the device for each step until the next print.
+            self.timers(TRAIN_BATCH_TIMER).reset()
         result = (loss, *self.batch.outputs_and_labels()) if return_output_label else loss
         self._executor.finish(self.batch)
         return result

@@ -235,7 +235,7 @@ class Executor:
     def complete(self, step: Instruction) -> None:
         """Free a message after it has been sent."""
         reader = self._reader(step.op)
-        with self._ledger.waiting_for(self._links.peer(reader), self._links.over(reader)):
+        with self._ledger.waiting_for(self._links.peer(reader)):
             self._links.complete(reader)
 
     # ------------------------------------------------------------------ parts of the above
@@ -265,7 +265,7 @@ class Executor:
         """Tensors that an op reads of another stage: passed by this rank, or received from another rank."""
         if op in self.batch.passed:
             return self.batch.passed.pop(op)
-        with self._ledger.waiting_for(self._links.peer(op), self._links.over(op)):
+        with self._ledger.waiting_for(self._links.peer(op)):
             return self._links.wait(op)
 
     def _reader(self, result: Op) -> Op:

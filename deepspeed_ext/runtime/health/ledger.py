@@ -5,10 +5,12 @@ host until the accelerator has reached the same place in its queue:
 
     host          done 0 | waits for 1 | came | done 1 |  ...           all enqueued at once
     accelerator   ......... done 0, waiting for rank 1                  the position
-    shown by      event               message   event
+    shown by      event               event     event
 
-An event after each op shows the place of the accelerator. Transfers show their end by themselves; an instruction that
-takes it no time, such as to post a message, is done with the one before.
+An event after each op and each wait shows the place of the accelerator; an instruction that takes it no time, such as
+to post a message, is done with the one before. A thread of its own, `follow`, waits for the events: to query one holds
+the lock of Python's interpreter, and blocks while a module is loaded. No other thread calls the device for the ledger,
+and no lock is held over a call that may block, such as to record an event in a full queue.
 
 Outside of programs a rank is in phases, such as `sums over replicas` or `saving`, of which all ranks have the same.
 Torch counts the collectives that a rank has started, so a step has no cost for it. Of two ranks of a group, the one
@@ -24,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -105,11 +106,9 @@ class Collectives:
         return counts
 
 
-Reached = Callable[[], bool]
-"""Whether the accelerator has reached a place in its queue. Any thread calls it until it has, and never again."""
-
-Mark = Callable[[], Reached]
-"""Marks the current end of the accelerator's queue."""
+Mark = Callable[[], Callable[[], object]]
+"""Marks the current end of the accelerator's queue, and returns a function that waits until it has been reached. The
+function is called once, by another thread, and does not hold the lock of Python's interpreter while it waits."""
 
 
 class _State(NamedTuple):
@@ -126,16 +125,18 @@ class OpLedger:
     """The ledger of one rank. The thread that runs the program writes, another may read at any time.
 
     Args:
-        mark: see `Mark`; None where the host computes.
+        mark: see `Mark`; None where the host computes. Places are marked while `follow` runs.
     """
 
     def __init__(self, rank: int, mark: Mark | None = None) -> None:
         self._rank, self._mark = rank, mark
+        self.has_device = mark is not None
+        """Whether there is a device to follow."""
         self._on_host = self._reached = _State("no batch yet", (), 0, None)
         self.collectives = Collectives()
         """Collectives that this rank has started."""
-        self._ahead: deque[tuple[Reached | None, _State]] = deque()
-        self._lock = Lock()
+        self._ahead: deque[tuple[Callable[[], object] | None, _State]] = deque()
+        self._followed = False
 
     def begin(self, batch: str, program: Sequence[Instruction]) -> None:
         """Start on a batch."""
@@ -162,27 +163,25 @@ class OpLedger:
         self._note(state._replace(done=state.done + 1), self._mark if is_op else None)
 
     @contextmanager
-    def waiting_for(self, rank: int, over: Reached | None = None) -> Iterator[None]:
-        """Around a wait for another rank.
-
-        Args:
-            over: whether the wait of the accelerator is over; None to mark the place.
-        """
+    def waiting_for(self, rank: int) -> Iterator[None]:
+        """Around a wait for another rank."""
         self._note(self._on_host._replace(waits_for=rank), None)
         yield
         # Not in a `finally`: after a failure, the ledger should keep it.
-        self._note(self._on_host._replace(waits_for=None), self._mark if over is None else lambda: over)
+        self._note(self._on_host._replace(waits_for=None), self._mark)
 
     def position(self) -> Position:
-        """Current position of the rank."""
+        """Current position of the rank, without a call of the device."""
         return self._now()[0]
 
     def _now(self) -> tuple[Position, Sequence[Instruction]]:
         """Current position of the rank, and its program."""
-        with self._lock:
-            self._catch_up()
-            state = self._reached
-        instruction = str(state.program[state.done]) if state.done < len(state.program) else ""
+        host, state = self._on_host, self._reached
+        instruction, enqueued = (
+            str(each.program[each.done]) if each.done < len(each.program) else "" for each in (state, host)
+        )
+        # A phase may end with a wait for the device; an instruction waits for it only where the queue is full.
+        is_ahead = self._followed and not host.phase and (host.number, host.done) != (state.number, state.done)
         position = Position(
             rank=self._rank,
             batch=state.batch,
@@ -192,24 +191,30 @@ class OpLedger:
             waits_for=state.waits_for,
             phase=state.number,
             collectives=self.collectives.counts(),
+            host_blocked_at=enqueued if is_ahead else "",
         )
         return position, state.program
 
     def _note(self, state: _State, mark: Mark | None) -> None:
         """Note the state of the host; without a mark, the accelerator reaches it together with the one before."""
-        self._on_host = state
-        with self._lock:
-            if self._mark is None:
-                self._reached = state
-                return
-            # Before the mark, so that the event of one that was reached can be reused.
-            self._catch_up()
+        if self._mark is None or not self._followed:
+            self._reached = state
+        else:
             self._ahead.append((None if mark is None else mark(), state))
-            self._catch_up()
+        self._on_host = state
 
-    def _catch_up(self) -> None:
-        while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
-            self._reached = self._ahead.popleft()[1]
+    def follow(self, ended: threading.Event, interval_s: float) -> None:
+        """Follow the accelerator until the end; runs in a thread of its own."""
+        self._followed = True
+        while not ended.wait(interval_s):
+            # Only those that are there now: a step makes the thread wake few times.
+            for _ in range(len(self._ahead)):
+                wait, state = self._ahead.popleft()
+                if wait is not None:
+                    with suppress(RuntimeError):  # of a device that has failed, which the host finds too
+                        wait()
+                self._reached = state
+        self._followed = False
 
     def write(self, directory: Path, reason: str, seen: Position) -> Path:
         """Write the ledger of this rank into a directory, made where it is missing, and return the file.
@@ -256,17 +261,17 @@ def accelerator_mark() -> Mark | None:
         return None
 
     free: list[Any] = []
+    # Otherwise the thread that waits would occupy a core.
+    sleeps = {"blocking": True} if accelerator.device_name() == "cuda" else {}
 
-    def mark() -> Reached:
-        event = free.pop() if free else accelerator.Event()
+    def mark() -> Callable[[], object]:
+        event = free.pop() if free else accelerator.Event(**sleeps)
         event.record()
 
-        def reached() -> bool:
-            if not event.query():
-                return False
+        def wait() -> None:
+            event.synchronize()
             free.append(event)
-            return True
 
-        return reached
+        return wait
 
     return mark

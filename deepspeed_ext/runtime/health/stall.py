@@ -48,11 +48,15 @@ class Position:
     """Place of its main thread in the code."""
     in_collective: bool = False
     """Whether the main thread is inside of a collective."""
+    host_blocked_at: str = ""
+    """Instruction at which the host is ahead of its accelerator; empty if it is not, or has enqueued the batch."""
 
     def __str__(self) -> str:
         """Text for messages."""
         step = f", instruction {self.done + 1} of {self.total}" if self.doing and self.done < self.total else ""
         waits = "" if self.waits_for is None else f", waiting for rank {self.waits_for}"
+        if self.host_blocked_at:
+            waits += f", its host at '{self.host_blocked_at}' (the device's queue is full, or a kernel is loaded)"
         code = f", in {self.code}" if self.code else ""
         where = f"at '{self.doing}'" if self.doing else "between batches"
         return f"rank {self.rank} is {where} since {self.seconds:.0f} s{waits}{code} ({self.batch}{step})"

@@ -13,11 +13,13 @@ it, and the threads communicate over a connection of their own to the store by w
 
 A collective that hangs on an accelerator never raises, so the thread ends the process. The rank that serves the store
 may be the one that has stopped. So a second thread, which uses no store, keeps the time; it ends a rank whose store no
-longer answers. A stopped process handles no signals but SIGKILL: a timer of the kernel, which needs none of its
-threads, kills it.
+longer answers. A third one follows the accelerator, and may block (`OpLedger.follow`). A stopped process handles no
+signals but SIGKILL: a timer of the kernel, which needs none of its threads, kills it. While a call of a library holds
+the lock of Python's interpreter, none of them runs: `faulthandler`, which needs no lock, prints the stacks before.
 """
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -52,7 +54,7 @@ _EVENT = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
 
 
 class KillTimer:
-    """The timer of this process. It is off until it is set; without Linux always."""
+    """The timer of this process, which prints its stacks before. It is off until it is set; without Linux always."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -75,12 +77,14 @@ class KillTimer:
             # The C library's `struct itimerspec`: seconds and nanoseconds of the interval, and of the first time.
             setting = struct.pack("4l", 0, 0, whole, int((seconds - whole) * 1e9))
             self._library.timer_settime(self._timer, 0, setting, None)
+            faulthandler.dump_traceback_later(_STACKS * seconds, file=2)
 
     def end(self) -> None:
         """Remove the timer."""
         timer, self._timer = self._timer, None
         if timer is not None and os.getpid() == self._process:
             self._library.timer_delete(timer)
+            faulthandler.cancel_dump_traceback_later()
 
 
 STALLED = 75
@@ -98,6 +102,9 @@ _ANSWERS = 3
 _SILENT = 1 / 3
 """Part of the timeout without answers after which a rank counts as stopped: a library may block all threads of a
 process for a while."""
+
+_STACKS = 3 / 4
+"""Part of the time to the kill after which stacks are printed: before other ranks report this one, and end the run."""
 
 _CONCLUDES_IN_S = 20.0
 """Longest time to write a ledger and print the line, after which the process is killed: a file system may hang, too."""
@@ -156,8 +163,8 @@ class StallWatch:
         self._kill_timer, self._killed_after_s = KillTimer(), timeout_s + KILLED_AFTER_S
         device = get_accelerator().current_device()
         self._threads = [
-            threading.Thread(target=self._on_device, args=(device, run), name="stall watch", daemon=True)
-            for run in (self._ask, self._keep_time)
+            threading.Thread(target=run, args=given, name="stall watch", daemon=True)
+            for run, *given in ((self._ask,), (self._keep_time,), *[(self._follow, device)] * ledger.has_device)
         ]
         for thread in self._threads if world_size > 1 else ():
             thread.start()
@@ -180,10 +187,10 @@ class StallWatch:
                 thread.join(timeout=_JOIN_S)
         self._kill_timer.end()
 
-    def _on_device(self, device: int, run: Callable[[], None]) -> None:
-        # A thread starts on the first device of the host, and the query of an event there would take memory of it.
+    def _follow(self, device: int) -> None:
+        # A thread starts on the first device of the host, and the wait for an event there would take memory of it.
         get_accelerator().set_device(device)
-        run()
+        self.ledger.follow(self._ended, self._interval_s / 4)
 
     # ------------------------------------------------------------------ the thread without the store
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import PipelineShape
@@ -28,6 +29,8 @@ def _train(setup: Setup, cuts: tuple[tuple[int, ...], ...], keywords: dict[str, 
     for step, cut in enumerate(cuts):
         data = iter(batches_of(setup, 0, step=step, seq=sum(cut)))
         losses.append(engine.train_batch(data, token_slices=cut).item())
+    # Two events of a device for each step, which DeepSpeed reads only to print.
+    assert not engine.timers(TRAIN_BATCH_TIMER).event_timers
     return {
         "losses": losses,
         "weights": weights(engine),

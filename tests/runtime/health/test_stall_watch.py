@@ -24,7 +24,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import gpipe
 from deepspeed_ext.runtime.health import stall_watch
-from deepspeed_ext.runtime.health.ledger import OpLedger
+from deepspeed_ext.runtime.health.ledger import Mark, OpLedger
 from deepspeed_ext.runtime.health.stall_watch import StallWatch, watch_this_rank
 from tests.distributed import run_distributed
 from tests.runtime import models
@@ -38,8 +38,10 @@ HOST = socket.gethostname()
 class Rank:
     """An idle rank with a watch."""
 
-    def __init__(self, number: int, store: object, directory: Path, *, world_size: int = 2) -> None:
-        self.ledger, self.lines, self.ended = OpLedger(number), [], threading.Event()
+    def __init__(
+        self, number: int, store: object, directory: Path, *, world_size: int = 2, mark: Mark | None = None
+    ) -> None:
+        self.ledger, self.lines, self.ended = OpLedger(number, mark), [], threading.Event()
         self.reasons: list[str] = []
         self.ledger.begin("train step 1", PROGRAMS[number].instructions)
         self.watch = StallWatch(
@@ -145,7 +147,9 @@ def test_several_ranks_are_watched_and_an_ended_watch_leaves_no_thread(tmp_path:
     assert before.issuperset(threading.enumerate())
 
 
-def test_threads_use_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_that_follows_the_device_uses_that_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen: list[tuple[str, int]] = []
 
     def set_device(index: int) -> None:
@@ -154,9 +158,9 @@ def test_threads_use_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         stall_watch, "get_accelerator", lambda: SimpleNamespace(current_device=lambda: 3, set_device=set_device)
     )
-    watched = Rank(0, dist.HashStore(), tmp_path)
-    watched.watch.end()
-    assert chosen == [("stall watch", 3)] * 2
+    for mark in (None, lambda: lambda: None):
+        Rank(0, dist.HashStore(), tmp_path, mark=mark).watch.end()
+    assert chosen == [("stall watch", 3)]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, dist.DistNetworkError], ids=str)
@@ -217,7 +221,7 @@ def test_a_process_that_was_stopped_has_not_waited_meanwhile(tmp_path: Path, mon
 
 
 STOPPED = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from deepspeed_ext.runtime.health.stall_watch import KillTimer
 
 timer = KillTimer()
@@ -229,6 +233,9 @@ if sys.argv[1] == "end":
     timer.end()
     time.sleep(1.1)
     sys.exit(0)
+if sys.argv[1] == "lock":
+    timer.set(1.0)
+    ctypes.PyDLL(None).sleep(60)  # a call that holds the lock of Python's interpreter
 child = os.fork()
 if child == 0:
     timer.set(0.2)  # that of the parent is none of the child's
@@ -241,10 +248,12 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a timer of Linux")
-@pytest.mark.parametrize(("ending", "code"), [("stop", -signal.SIGKILL), ("end", 0)])
+@pytest.mark.parametrize(("ending", "code"), [("stop", -signal.SIGKILL), ("lock", -signal.SIGKILL), ("end", 0)])
 def test_the_timer_kills_unless_it_is_set_again(ending: str, code: int) -> None:
-    process = subprocess.run([sys.executable, "-c", STOPPED, ending], timeout=60, check=False)
+    process = subprocess.run([sys.executable, "-c", STOPPED, ending], timeout=60, check=False, capture_output=True)
     assert process.returncode == code
+    # No thread of Python prints stacks while the lock is held.
+    assert (b"most recent call first" in process.stderr) == (ending == "lock")
 
 
 TIMEOUT_OF_ENGINES = timedelta(seconds=2)
