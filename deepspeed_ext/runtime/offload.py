@@ -30,7 +30,7 @@ Name = tuple[Content, int, int, int]
 
 
 PAGE_BYTES = 1 << 21
-"""Bytes of a page of host memory. Torch rounds page-locked memory up to a power of two, and keeps what is freed."""
+"""Bytes of a page of host memory. Torch rounds page-locked memory up to a power of two, and keeps freed memory."""
 
 
 class HostPages:

@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
     """A pending gather of a part of every partition of a flat group."""
 
     wait: Callable[[], Any]
-    """Lets what is queued from now on wait for it."""
+    """Lets work that is queued later wait for it."""
     flat: Tensor
     partition: int
     """Elements of each partition; those from `start` to `stop` (exclusive) are gathered."""
