@@ -217,7 +217,7 @@ def measured_peak(built: tuple[Any, Iterator[Any]]) -> tuple[int, int, int, floa
         loss = engine.train_batch(batch)
     seconds = time.perf_counter() - start
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return live.peak - weights, copies.pages.held if copies else 0, resident, seconds, loss.item()
+    return live.peak - weights, copies.pages.most_in_use if copies else 0, resident, seconds, loss.item()
 
 
 def memory(options: argparse.Namespace) -> Section:

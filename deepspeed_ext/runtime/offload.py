@@ -29,8 +29,12 @@ Name = tuple[Content, int, int, int]
 """Content, stage, micro-batch and token slice of a copy."""
 
 
-PAGE_BYTES = 1 << 21
-"""Bytes of a page of host memory. Torch rounds page-locked memory up to a power of two, and keeps freed memory."""
+PAGE_BYTES = 1 << 20
+"""Bytes of a page of host memory."""
+
+SLAB_BYTES = 1 << 26
+"""Bytes that are allocated at a time. Torch rounds page-locked memory up to a power of two, and keeps freed memory; a
+process has at most some 65,000 mappings."""
 
 
 class HostPages:
@@ -43,23 +47,24 @@ class HostPages:
     def __init__(self, device: torch.device) -> None:
         self._page_locked = device.type != "cpu"
         self._free: list[Tensor] = []
-        self.held = self.in_use = 0
-        """Bytes of all pages, and of those that are in use."""
+        self.held = self.in_use = self.most_in_use = 0
+        """Bytes: of all pages, of those in use, and of those that were in use at once."""
 
     def take(self, size: int) -> list[Tensor]:
         """Return pages [PAGE_BYTES] for a number of bytes, with any content."""
-        pages = [self._free.pop() if self._free else self._made() for _ in range(-(-size // PAGE_BYTES))]
-        self.in_use += len(pages) * PAGE_BYTES
-        return pages
+        number = -(-size // PAGE_BYTES)
+        while len(self._free) < number:
+            slab = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=self._page_locked)
+            self._free += slab.split(PAGE_BYTES)
+            self.held += slab.nbytes
+        self.in_use += number * PAGE_BYTES
+        self.most_in_use = max(self.most_in_use, self.in_use)
+        return [self._free.pop() for _ in range(number)]
 
     def give_back(self, pages: Sequence[Tensor]) -> None:
         """Return pages that were taken."""
         self.in_use -= len(pages) * PAGE_BYTES
         self._free += pages
-
-    def _made(self) -> Tensor:
-        self.held += PAGE_BYTES
-        return torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self._page_locked)
 
 
 def _parts(tensors: Iterable[Tensor], pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

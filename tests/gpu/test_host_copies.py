@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.programs.program import Content
-from deepspeed_ext.runtime.offload import HostCopies
+from deepspeed_ext.runtime.offload import SLAB_BYTES, HostCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ def test_tensors_come_back_as_they_were_while_their_memory_is_used_again() -> No
             torch.cuda.set_sync_debug_mode("default")
     for values, value in zip(back, expected, strict=True):
         assert bool((values == value).all())
-    assert copies.pages.held == 4 * SIZE * 4
+    assert copies.pages.most_in_use == 4 * SIZE * 4 <= copies.pages.held < 4 * SIZE * 4 + SLAB_BYTES
 
 
 def test_dropped_memory_is_free_at_once() -> None:

@@ -181,7 +181,7 @@ def test_tensors_come_back_as_they_were_and_are_gone_in_between() -> None:
 
 def test_tensors_share_pages_of_one_size_and_are_cut_where_pages_end() -> None:
     """Of other types and sizes each time; pages are as many as were in use at once."""
-    with patch.object(offload, "PAGE_BYTES", 64):
+    with patch.multiple(offload, PAGE_BYTES=64, SLAB_BYTES=256):
         copies = HostCopies(CPU)
         batches = [
             [torch.arange(9, dtype=torch.float64), torch.tensor(True), torch.randn(3, 7)],
@@ -191,7 +191,7 @@ def test_tensors_share_pages_of_one_size_and_are_cut_where_pages_end() -> None:
         names = [(Content.INPUT, 0, 0, number) for number in range(3)]
         for name, tensors in zip(names, batches, strict=True):
             copies.offload(name, tensors)
-        assert copies.pages.held == copies.pages.in_use == 64 * (3 + 1 + 4)
+        assert copies.pages.held == copies.pages.in_use == 64 * (3 + 1 + 4) == 2 * 256
         places = {page.data_ptr() for name in names for page in copies._under_way[name].pages}
         for round_ in range(2):
             for name in reversed(names):
@@ -224,7 +224,7 @@ def test_page_locked_memory_has_sizes_that_torch_does_not_round() -> None:
             assert number_of_bytes <= sum(page.nbytes for page in taken) < number_of_bytes + offload.PAGE_BYTES
             pages.give_back(taken)
     assert all(size.bit_count() == 1 for size in sizes)
-    assert pages.held == sum(sizes) == 20 << 20
+    assert pages.held == sum(sizes) == offload.SLAB_BYTES and pages.most_in_use == 20 << 20
 
 
 def test_copies_end_in_any_state() -> None:
