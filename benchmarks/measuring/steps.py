@@ -13,7 +13,7 @@ A command for one device is a table of steps, the most telling first, and ends w
 The function of a step is named as `module:function`, so that the table needs neither torch nor DeepSpeed: packages that
 are missing are reported before anything is imported. It takes the arguments of its step and yields tables
 (`report.Section`). A table that is yielded again, with more rows, replaces itself; all that was yielded is kept when
-the step fails, dies or runs into its limit:
+the step fails, dies or runs into its limit. Tables of several steps with one title and the same columns become one:
 
     def products(rows: int) -> Iterator[Section]:
         table = Section("Products", ("size", "us"))
@@ -154,9 +154,14 @@ class Campaign:
             return
         found = json.loads(results.read_text())
         self._software |= found["software"]
-        self._sections += [
-            Section(**{**each, "rows": [tuple(row) for row in each["rows"]]}) for each in found["sections"]
-        ]
+        for each in found["sections"]:
+            table = Section(**{**each, "rows": [tuple(row) for row in each["rows"]]})
+            same = [kept for kept in self._sections if (kept.title, kept.columns) == (table.title, table.columns)]
+            if not same:
+                self._sections.append(table)
+            for kept in same:
+                kept.rows += table.rows
+                kept.notes += [note for note in table.notes if note not in kept.notes]
 
     def _environment(self, step: Step) -> dict[str, str]:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"), str(SITE))))

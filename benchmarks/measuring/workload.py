@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
@@ -123,22 +124,26 @@ def our_engine(
         num_token_slices=len(token_slices),
     )
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        module = TokenSlicePipelineModule(
-            gpt_layers(model, recompute_cheap=recompute == "selective"),
-            layout=layout,
-            token_slices=token_slices,
-            loss_fn=gpt_loss,
-            partition=pipeline_partition(_uniform(model, num_stages * num_model_chunks)),
-            num_model_chunks=num_model_chunks,
-            placement=placement,
-            split_batch=split_batch,
-            activation_spec=lambda rows, length, dtype: (TensorSpec((rows, length, model.hidden_size), dtype, True),),
-            activation_checkpoint_interval=1 if recompute == "full" else 0,
-            recompute_stages=recompute == "stage",
-            preserve_rng_state=False,
-            documents=documents,
-            cut_by_documents=cut_by_documents,
-        )
+        # Weights are drawn on the device, as in the trainer.
+        with torch.device(get_accelerator().current_device_name()):
+            module = TokenSlicePipelineModule(
+                gpt_layers(model, recompute_cheap=recompute == "selective"),
+                layout=layout,
+                token_slices=token_slices,
+                loss_fn=gpt_loss,
+                partition=pipeline_partition(_uniform(model, num_stages * num_model_chunks)),
+                num_model_chunks=num_model_chunks,
+                placement=placement,
+                split_batch=split_batch,
+                activation_spec=lambda rows, length, dtype: (
+                    TensorSpec((rows, length, model.hidden_size), dtype, True),
+                ),
+                activation_checkpoint_interval=1 if recompute == "full" else 0,
+                recompute_stages=recompute == "stage",
+                preserve_rng_state=False,
+                documents=documents,
+                cut_by_documents=cut_by_documents,
+            )
         chosen = settings(num_micro_batches, micro_batch_size) | {"gradient_clipping": clip}
         if bf16:
             chosen |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "contiguous_gradients": False}}
