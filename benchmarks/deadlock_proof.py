@@ -26,12 +26,12 @@ from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve.orders import optimise
 
 DEVICES = {
-    "32 queues": Device(hardware_queues=32),
-    "8 queues": Device(hardware_queues=8),
-    "1 queue": Device(hardware_queues=1),
+    "a queue for each stream": Device(),
+    "shared queues": Device(hardware_queues=1),
     "cold": Device(warms_up=False, host_waits=False),
 }
-"""The default device waits at every op and drains anywhere; `cold` makes connections in mid-step."""
+"""The default device waits at every op and drains anywhere; streams share queues in the worst way; `cold` makes
+connections in mid-step."""
 EFFORT = 0.01
 
 

@@ -17,7 +17,7 @@ from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import Placement, check_num_ops
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
+from deepspeed_ext.plan.programs.lowering import FEW_OPS, SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedule_file import schedule_from_file
 from deepspeed_ext.plan.schedules import EFFORT, OPTIMISED, SCHEDULES, FoundSchedule, Schedule, memory_of_1f1b
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -251,19 +251,29 @@ def check_schedule(
     micro_batches: Iterable[int],
     hardware_queues: int | None = None,
     copies: HostCopySettings | None = None,
-) -> None:
+) -> str | None:
     """Check that a schedule ends for every number of micro-batches of a run.
 
     Args:
         hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
         copies: the offloaded tensors; None = none.
+
+    Returns:
+        A warning if this is proven only for streams that share no hardware queue.
     """
     simulated, device = SimulatedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
+    name, assumes = config.parallel.pipeline_schedule, False
     for number in micro_batches:
         try:
-            check_lowering(simulated, config.parallel.pipeline(number), device, copies)
+            assumes |= check_lowering(simulated, config.parallel.pipeline(number), device, copies)
         except PlanError as error:
-            raise ConfigError(f"--pipeline-schedule {config.parallel.pipeline_schedule}: {error}") from None
+            raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
+    if not assumes:
+        return None
+    return (
+        f"--pipeline-schedule {name} is proven to end only if no two streams of a rank share a hardware queue, which "
+        f"CUDA does not guarantee: if a step hangs, use 1f1b or breadth-first with at most {FEW_OPS:,} ops"
+    )
 
 
 def _found_schedule(config: Config, data_parallel_size: int) -> FoundSchedule:

@@ -182,7 +182,9 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     if slow is not None and launch.rank == 0:
         print(slow, file=sys.stderr, flush=True)
     numbers = planned.numbers_of_micro_batches
-    check_schedule(run.simulated_schedule, config, numbers, _hardware_queues(), run.host_copies)
+    assumption = check_schedule(run.simulated_schedule, config, numbers, _hardware_queues(), run.host_copies)
+    if assumption is not None and launch.rank == 0:
+        print(f"warning: {assumption}", flush=True)
     return run
 
 

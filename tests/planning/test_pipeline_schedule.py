@@ -104,7 +104,12 @@ def test_schedules_by_name(name: str) -> None:
 def test_a_schedule_that_one_hardware_queue_may_lock_is_refused() -> None:
     config = parse("--pipeline-schedule interleaved --num-model-chunks 2 --num-token-slices 4 --num-layers 4")
     schedule = pipeline_schedule(config, 1)
-    check_schedule(schedule, config, [2], hardware_queues=32)
+    assert check_schedule(SCHEDULES["breadth-first"], config, [2], hardware_queues=1) is None
+    assert check_schedule(schedule, config, [2]) is None
+    assert check_schedule(schedule, config, [2], hardware_queues=32) == (
+        "--pipeline-schedule interleaved is proven to end only if no two streams of a rank share a hardware queue, "
+        "which CUDA does not guarantee: if a step hangs, use 1f1b or breadth-first with at most 16,384 ops"
+    )
     with pytest.raises(
         ConfigError, match=r"interleaved: the programs deadlock if .* set CUDA_DEVICE_MAX_CONNECTIONS=32"
     ):
@@ -117,9 +122,12 @@ def test_a_schedule_too_large_to_play_on_a_model_of_the_device_needs_a_queue_for
 ) -> None:
     config = parse("--pipeline-schedule 1f1b --num-token-slices 32")
     if hardware_queues == 32:
-        check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=32)
+        line = check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=32)
+        assert line is not None and "is proven to end only if no two streams" in line
         return
-    with pytest.raises(ConfigError, match=r"32,768 ops are too many to prove .* 6 streams share 1 hardware queue: set"):
+    with pytest.raises(
+        ConfigError, match=r"32,768 ops are too many to prove .* 12 streams share 1 hardware queue: set"
+    ):
         check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=hardware_queues)
 
 

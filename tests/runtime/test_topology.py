@@ -14,6 +14,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepspeed_ext.plan.layout import Coordinate, ParallelLayout
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.device import num_streams
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -109,6 +111,9 @@ def counted_calls(rank: int, splits: bool) -> Counter[str]:
         assert {layout.coordinate(each).data for each in replica} == {layout.coordinate(rank).data}
         assert len(replica) == grid.get_model_parallel_world_size() == 128
         assert replica[grid.get_model_parallel_rank()] == rank
+        # Sequence-parallel ranks and shared modules would add a group each.
+        groups = len(dist.distributed_c10d._world.pg_map)
+        assert 1 + groups + 2 == num_streams(PipelineShape(AT_SCALE.pipeline_parallel_size, 2, 4)), groups
     return calls
 
 

@@ -191,7 +191,7 @@ def test_outputs_that_cannot_be_written(data: Path, tmp_path: Path, flag: str, n
 
 
 def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
-    data: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--split 8,2 --num-token-slices 4 --num-layers-per-virtual-pipeline-stage 1"
     assert prepared(data, words).config.parallel.num_model_chunks == 2
@@ -200,7 +200,9 @@ def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
     with pytest.raises(ConfigError, match=r"share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
         prepared(data, words)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    prepared(data, words)
+    prepared(data, words, replace(LAUNCH, rank=0))
+    line = "warning: --pipeline-schedule interleaved is proven to end only if no two streams of a rank share a hardware"
+    assert capsys.readouterr().out.startswith(line)
 
 
 def test_fp16_is_refused_where_the_device_has_none(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

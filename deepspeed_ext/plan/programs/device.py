@@ -12,7 +12,9 @@ each communicator, of messages and of collectives:
 
 The host does wait at the first use of a connection between two ranks, until the other host uses it too; and at a
 drain, which ends when all that was enqueued before is done. Streams that share a hardware queue
-(`CUDA_DEVICE_MAX_CONNECTIONS`) start their work in the order in which the host enqueued it.
+(`CUDA_DEVICE_MAX_CONNECTIONS`) start their work in the order in which the host enqueued it. Which streams share one is
+not documented, and torch makes more streams than there are queues. All streams in one queue is the worst case: the
+order of one queue implies the orders of any others, so programs that end with it end with every assignment.
 
 All of this is determined before the programs run: a graph of events, each with those it needs. Programs end if the
 graph has no circle. One drain anywhere on one rank does not lock if no message needs an event that its rank enqueues
@@ -24,7 +26,7 @@ of an op are on its device, while host copies of a tensor are offload, drop and 
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -137,7 +139,7 @@ class Device:
     """
 
     hardware_queues: int | None = None
-    """Queues that the streams of a rank share; None for one each."""
+    """Queues that the streams of a rank share, in an unknown way; None for one each."""
     warms_up: bool = True
     """Every connection is used once, in the order of `warm_up_order`, before the programs run. Without, the first
     message of a connection makes it."""
@@ -148,7 +150,7 @@ class Device:
     """Copies to the host and back have a stream each."""
 
     def has_queues_for(self, shape: PipelineShape) -> bool:
-        """Whether every stream of a rank has a hardware queue of its own."""
+        """Whether there are as many hardware queues as a rank has streams."""
         return self.hardware_queues is None or self.hardware_queues >= self._num_streams(shape)
 
     def sharing(self, shape: PipelineShape) -> str:
@@ -160,23 +162,41 @@ class Device:
         return num_streams(shape) + 2 * self.copies
 
 
+COLLECTIVE_GROUPS = 9
+"""Process groups of a rank beside those of messages: two of all ranks, those of the replica, of the axes data, pipe,
+model and sequence, of shared layers, and of shared modules."""
+
+
 def num_streams(shape: PipelineShape) -> int:
-    """Streams of a rank: for computing, reductions, head exchanges, tensor parallelism, and for each communicator."""
-    return 4 + len(set(communicators(shape).values()))
+    """Streams of a rank: for computing, and one for each communicator."""
+    return 1 + COLLECTIVE_GROUPS + len(set(communicators(shape).values()))
 
 
-def check_programs(programs: Sequence[Program], shape: PipelineShape, device: Device | None = None) -> None:
-    """Check that programs end.
+def check_programs(programs: Sequence[Program], shape: PipelineShape, device: Device | None = None) -> bool:
+    """Check that programs end. Returns whether the proof assumes that no two streams share a hardware queue.
 
     Args:
-        device: the device of each rank; None for the default of `Device`.
+        device: the device of each rank; None for the default of `Device`. Nothing is assumed with fewer queues than
+            streams: programs must end with every assignment of streams to queues.
 
     Raises:
         ScheduleDeadlock: if some rank waits for ever, or the two ends of a channel have different orders of messages.
     """
     check_channels(programs, shape)
     device = device or Device()
-    events = Events(programs, shape, device)
+    try:
+        _check_events(Events(programs, shape, device), device)
+    except ScheduleDeadlock:
+        if device.hardware_queues is None or not device.has_queues_for(shape):
+            raise
+    else:
+        return False
+    device = replace(device, hardware_queues=None)
+    _check_events(Events(programs, shape, device), device)
+    return True
+
+
+def _check_events(events: "Events", device: Device) -> None:
     levels = events.levels()
     if device.drains is Drains.ONE_RANK:
         events.check_drains(levels)
@@ -194,8 +214,8 @@ class _Rank:
     """The last message, reduction or host copy by its stream."""
     copies: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The last copy to the host of each token slice of a micro-batch on a stage, and back of any of them."""
-    queues: dict[int, int] = field(default_factory=dict)
-    """The last that was enqueued in each hardware queue."""
+    enqueued: int | None = None
+    """The last that was enqueued on any stream."""
 
 
 class Events:
@@ -325,10 +345,10 @@ class Events:
             if self._device.host_waits:
                 rank.host = event
         if self._device.hardware_queues is not None:
-            queue = stream % self._device.hardware_queues
-            if queue in rank.queues:
-                self._needs[event].append(rank.queues[queue])
-            rank.queues[queue] = event
+            # The worst case of all assignments of streams to queues: one queue for all.
+            if rank.enqueued is not None:
+                self._needs[event].append(rank.enqueued)
+            rank.enqueued = event
 
     def levels(self) -> list[list[int]]:
         """Events by level: first those that need none, then those that need these, and so on."""

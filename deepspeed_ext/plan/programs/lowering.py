@@ -160,8 +160,8 @@ class SimulatedSchedule:
         self.costs = costs or lowering_costs
         """Costs of the ops of a shape, the same on all ranks."""
         self._spans: dict[PipelineShape, SpansOfRank] = {}
-        self.proven: set[tuple[PipelineShape, Device, HostCopySettings | None]] = set()
-        """Shapes, devices and host copies for which `lowering.check_lowering` has found that its programs end."""
+        self.proven: dict[tuple[PipelineShape, Device, HostCopySettings | None], bool] = {}
+        """Results of `lowering.check_lowering`, by shape, device and host copies."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "SimulatedSchedule":
@@ -227,17 +227,16 @@ def lower(
     costs = (costs or lowering_costs(shape)).in_order()
     spans = simulate(rank_orders(schedule, shape), shape, costs).spans
     device = device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS)
-    return _proven(spans.__getitem__, shape, replace(device, copies=host_copies is not None), host_copies, under_ops)
+    device = replace(device, copies=host_copies is not None)
+    programs = _lower_all(spans.__getitem__, shape, host_copies, under_ops)
+    check_programs(programs, shape, device)
+    return programs
 
 
-def _proven(
-    spans: SpansOfRank,
-    shape: PipelineShape,
-    device: Device,
-    host_copies: HostCopySettings | None,
-    under_ops: bool = True,
+def _lower_all(
+    spans: SpansOfRank, shape: PipelineShape, host_copies: HostCopySettings | None, under_ops: bool = True
 ) -> list[Program]:
-    """Lower all ranks, and check that they run to their end. The first and the last stage read tokens and labels."""
+    """Lower all ranks, and check their host copies. The first and the last stage read tokens and labels."""
     loading = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
     messages = {rank: RankMessages(rank, spans(rank), shape) for rank in range(shape.num_ranks)}
     programs = [
@@ -246,7 +245,6 @@ def _proven(
     ]
     if host_copies is not None:
         check_host_copies(programs, shape, host_copies)
-    check_programs(programs, shape, device)
     return programs
 
 
@@ -255,26 +253,31 @@ def check_lowering(
     shape: PipelineShape,
     device: Device | None = None,
     host_copies: HostCopySettings | None = None,
-) -> None:
+) -> bool:
     """Check that the programs that ranks will lower by themselves end. Each proof is done once.
 
     Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
     can be simulated: the rules of `postings` ensure the rest, where each stream has a hardware queue of its own.
 
+    Returns:
+        Whether the proof assumes that no two streams of a rank share a hardware queue.
+
     Raises:
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
     """
     device = replace(device or Device(), copies=host_copies is not None)
-    if (shape, device, host_copies) in schedule.proven:
-        return
-    spans = schedule.spans(shape)
-    if num_ops(shape) <= FEW_OPS:
-        _proven(spans, shape, device, host_copies)
-    elif not device.has_queues_for(shape):
-        raise ScheduleDeadlock(
-            f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
-        )
-    schedule.proven.add((shape, device, host_copies))
+    key = shape, device, host_copies
+    if key not in schedule.proven:
+        spans = schedule.spans(shape)
+        if num_ops(shape) <= FEW_OPS:
+            schedule.proven[key] = check_programs(_lower_all(spans, shape, host_copies), shape, device)
+        elif device.has_queues_for(shape):
+            schedule.proven[key] = device.hardware_queues is not None
+        else:
+            raise ScheduleDeadlock(
+                f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
+            )
+    return schedule.proven[key]
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:

@@ -191,7 +191,7 @@ def test_a_schedule_that_shared_hardware_queues_lock_is_not_free_of_deadlock(cap
     words = "--schedule interleaved --stages 2 --model-chunks 2 --micro-batches 2 --token-slices 4 --hardware-queues"
     assert printed(f"{words} 32").endswith("deadlock free            yes\n")
     assert main([*words.split(), "1"]) == 1
-    assert capsys.readouterr().out.endswith("8 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32\n")
+    assert capsys.readouterr().out.endswith("14 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32\n")
 
 
 # Memory

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from random import Random
 
 import pytest
@@ -106,12 +107,50 @@ def test_a_drain_is_named_with_the_message_that_it_waits_for():
         check_programs(programs, shape)
 
 
-def test_one_hardware_queue_may_lock():
+def test_with_fewer_queues_than_streams_programs_must_end_with_every_assignment():
     shape = PipelineShape(num_stages=4, num_micro_batches=2, num_token_slices=4, num_model_chunks=2)
     programs = lower(SCHEDULES["interleaved"], shape)
-    check_programs(programs, shape, Device(hardware_queues=num_streams(shape)))
-    with pytest.raises(ScheduleDeadlock, match="8 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32"):
-        check_programs(programs, shape, Device(hardware_queues=1))
+    assert num_streams(shape) == 14
+    assert check_programs(programs, shape, Device(hardware_queues=14))
+    assert not check_programs(programs, shape)
+    for queues in (1, 13):
+        line = f"14 streams share {queues} hardware queues?: set CUDA_DEVICE_MAX_CONNECTIONS=32$"
+        with pytest.raises(ScheduleDeadlock, match=line):
+            check_programs(programs, shape, Device(hardware_queues=queues))
+
+
+class Assigned(Events):
+    """Events of streams that are dealt to hardware queues by a seed."""
+
+    def __init__(self, programs: list[Program], shape: PipelineShape, device: Device, seed: int) -> None:
+        random = Random(seed)
+        self._queue_of = [random.randrange(random.choice((2, 3, 6))) for _ in range(num_streams(shape))]
+        super().__init__(programs, shape, device)
+
+    def _enqueue(self, event, stream, rank):
+        super()._enqueue(event, stream, rank)
+        queues, queue = vars(rank).setdefault("queues", {}), self._queue_of[stream]
+        if queue in queues:
+            self._needs[event].append(queues[queue])
+        queues[queue] = event
+
+
+def test_one_queue_for_all_streams_is_the_worst_assignment():
+    locked = {"one queue": 0, "some assignment": 0}
+    for seed, (_, orders, shape) in enumerate(islice(drawn_pipelines(), 0, None, 3)):
+        programs = lower(fixed(orders), shape)
+        if seed % 2:
+            programs = with_early_posts(programs, shape)
+        one = is_locked(programs, shape, Device(hardware_queues=1))
+        locked["one queue"] += one
+        for dealing in range(2):
+            events = Assigned(programs, shape, Device(), 2 * seed + dealing)
+            try:
+                events.check_drains(events.levels())
+            except ScheduleDeadlock:
+                locked["some assignment"] += 1
+                assert one
+    assert locked["one queue"] > 10 and locked["some assignment"] > 10
 
 
 def drawn_pipelines():
@@ -139,12 +178,12 @@ def drawn_pipelines():
 def test_lowered_programs_end_on_any_device_or_the_setting_that_helps_is_named():
     for name, orders, shape in drawn_pipelines():
         programs = lower(fixed(orders), shape)
-        check_programs(programs, shape, Device(hardware_queues=32))
+        assumes = check_programs(programs, shape, Device(hardware_queues=32))
         check_programs(programs, shape, Device(host_waits=False, warms_up=False))
         try:
-            check_programs(programs, shape, Device(hardware_queues=1))
+            assert check_programs(programs, shape, Device(hardware_queues=1)) is assumes is False
         except ScheduleDeadlock as deadlock:
-            assert name in ("interleaved", "random")
+            assert assumes and name in ("interleaved", "random")
             assert str(deadlock).endswith("set CUDA_DEVICE_MAX_CONNECTIONS=32")
 
 
@@ -228,5 +267,5 @@ def test_copies_have_streams_that_may_share_hardware_queues():
     copied = replace(SETTINGS, lengths=(2,) * 4)
     streams = num_streams(shape) + 2
     lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=streams))
-    with pytest.raises(ScheduleDeadlock, match=f"{streams} streams share 1 hardware queue"):
-        lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=1))
+    with pytest.raises(ScheduleDeadlock, match=f"{streams} streams share {streams - 1} hardware queues"):
+        lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=streams - 1))
