@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, received
-from deepspeed_ext.plan.programs.program import Channel, channel_of, communicators, warm_up_order
+from deepspeed_ext.plan.programs.program import MESSAGE_CTAS, Channel, channel_of, communicators, warm_up_order
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 
@@ -230,7 +230,9 @@ class RankLinks:
         # A group spans the pipeline, though a rank uses it with one other: few groups for many pairs are made faster
         # than one for each pair.
         pipelines = topology.get_axis_comm_lists("pipe")
-        groups = self.groups = [own_group(pipelines, timeout) for _ in range(len(set(numbers.values())))]
+        groups = self.groups = [
+            own_group(pipelines, timeout, max_ctas=MESSAGE_CTAS) for _ in range(len(set(numbers.values())))
+        ]
         """Communicators of the channels, by their numbers in the plan."""
         for channel, number in numbers.items():
             if own_rank not in channel[:2]:

@@ -36,13 +36,16 @@ VARIABLES = (
     # With fewer queues than streams, a kernel waits for one of another stream that itself waits for a message.
     Variable(HARDWARE_QUEUES, str(_MOST_QUEUES)),
     # A kernel that is loaded when first used may wait until the device is empty, and a receive that is posted ahead
-    # keeps it busy (CUDA programming guide, lazy loading, potential hazards).
+    # keeps it busy (CUDA programming guide, lazy loading, potential hazards). This also loads kernels that are first
+    # used after the first step, by another rank or in another shape. `MemoryOverheads` counts its memory.
     Variable("CUDA_MODULE_LOADING", "EAGER"),
     # Token slices have as many sizes as there are lengths and prefixes. Blocks of fixed sizes fragment until the
     # allocator frees them, and `cudaFree` waits for the whole device.
     Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", alias="PYTORCH_CUDA_ALLOC_CONF"),
     # A message that is ready leaves before the kernels that were launched earlier have all begun.
     Variable("TORCH_NCCL_HIGH_PRIORITY", "1"),
+    # The warning is of messages that share a communicator, and each channel has its own.
+    Variable("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false"),
 )
 
 

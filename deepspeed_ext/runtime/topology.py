@@ -107,13 +107,18 @@ def token_slice_grid(tensor_parallel_group: dist.ProcessGroup | None) -> Iterato
         deepspeed_module.PipelineParallelGrid = original
 
 
-def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> dist.ProcessGroup:
+def own_group(
+    groups: Sequence[Sequence[int]], timeout: timedelta | None = None, *, max_ctas: int | None = None
+) -> dist.ProcessGroup:
     """This rank's process group out of several that share no rank. Every rank must call it at the same time.
 
     `torch.distributed.new_group` makes one group and takes every rank of the world, also those outside the group:
     with NCCL each call splits the communicator of all ranks. Here all groups are made at once: NCCL splits the
     communicator of all ranks into all of them, and with other backends only the ranks of a group meet. A rank that is
     in none of the groups gets one of its own.
+
+    Args:
+        max_ctas: blocks of threads that NCCL may use at a time on this communicator; None = its own choice.
     """
     rank, members = dist.get_rank(), {rank for ranks in groups for rank in ranks}
     groups = [list(ranks) for ranks in groups] + [
@@ -121,11 +126,22 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
     ]
     own = _of(rank, groups)
     if not _names_agree():
-        made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
+        made = [dist.new_group(ranks, timeout=timeout, pg_options=_options(timeout, max_ctas)) for ranks in groups]
         return made[groups.index(own)]
     if _splits():
-        return dist.split_group(split_ranks=groups, timeout=timeout)
-    return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+        return dist.split_group(split_ranks=groups, timeout=timeout, pg_options=_options(timeout, max_ctas))
+    return dist.new_group(own, timeout=timeout, pg_options=_options(timeout, max_ctas), use_local_synchronization=True)
+
+
+def _options(timeout: timedelta | None, max_ctas: int | None) -> Any:
+    """Options of a new group: None for the defaults. Torch writes into them, so each group needs its own."""
+    if max_ctas is None or dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def wait_as_long(timeout: timedelta) -> None:

@@ -24,7 +24,8 @@ def test_unset_variables_are_set_and_listed() -> None:
     environment = {"PATH": "/bin"}
     assert prepared(environment) == [
         "CUDA environment: set CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER, "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_NCCL_HIGH_PRIORITY=1"
+        "PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_NCCL_HIGH_PRIORITY=1, "
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=false"
     ]
     assert environment == OURS | {"PATH": "/bin"}
 
@@ -33,10 +34,11 @@ def test_a_users_value_stays_under_either_name() -> None:
     users = {HARDWARE_QUEUES: "16", "PYTORCH_CUDA_ALLOC_CONF": "backend:native", "TORCH_NCCL_HIGH_PRIORITY": "0"}
     environment = dict(users)
     assert prepared(environment) == [
-        "CUDA environment: set CUDA_MODULE_LOADING=EAGER; kept CUDA_DEVICE_MAX_CONNECTIONS=16, "
+        "CUDA environment: set CUDA_MODULE_LOADING=EAGER, TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=false; "
+        "kept CUDA_DEVICE_MAX_CONNECTIONS=16, "
         "PYTORCH_CUDA_ALLOC_CONF=backend:native, TORCH_NCCL_HIGH_PRIORITY=0"
     ]
-    assert environment == users | {"CUDA_MODULE_LOADING": "EAGER"}
+    assert environment == {name: value for name, value in OURS.items() if name != "PYTORCH_ALLOC_CONF"} | users
 
 
 def test_a_repeatable_run_needs_more() -> None:

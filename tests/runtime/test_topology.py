@@ -2,6 +2,8 @@
 
 import os
 from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from deepspeed_ext.plan.layout import Coordinate, ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.device import num_streams
+from deepspeed_ext.plan.programs.program import MESSAGE_CTAS
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -81,7 +84,9 @@ def counted_calls(rank: int, splits: bool) -> Counter[str]:
         calls["of members" if keywords.get("use_local_synchronization") else "of all ranks"] += 1
         return new_group(*arguments, **keywords)
 
-    def split_group(split_ranks: list[list[int]], timeout: Any) -> dist.ProcessGroup:
+    limits: Counter[int | None] = Counter()
+
+    def split_group(split_ranks: list[list[int]], timeout: Any, pg_options: None) -> dist.ProcessGroup:
         assert sorted(rank for ranks in split_ranks for rank in ranks) == list(range(AT_SCALE.world_size))
         calls["of all ranks"] += 1
         return new_group(next(ranks for ranks in split_ranks if rank in ranks), use_local_synchronization=True)
@@ -92,6 +97,7 @@ def counted_calls(rank: int, splits: bool) -> Counter[str]:
         mock.patch.object(dist, "new_group", counting),
         mock.patch.object(dist, "split_group", split_group),
         mock.patch("deepspeed_ext.runtime.topology._splits", lambda: splits),
+        mock.patch("deepspeed_ext.runtime.topology._options", lambda _, max_ctas: limits.update([max_ctas])),
         mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(AT_SCALE.world_size)),
     ):
         token_slices = TokenSlices((2,) * AT_SCALE.num_token_slices)
@@ -113,6 +119,7 @@ def counted_calls(rank: int, splits: bool) -> Counter[str]:
         assert replica[grid.get_model_parallel_rank()] == rank
         # Sequence-parallel ranks and shared modules would add a group each.
         groups = len(dist.distributed_c10d._world.pg_map)
+        assert limits[MESSAGE_CTAS] == 4 and set(limits) == {MESSAGE_CTAS, None}
         assert 1 + groups + 2 == num_streams(PipelineShape(AT_SCALE.pipeline_parallel_size, 2, 4)), groups
     return calls
 
@@ -130,6 +137,34 @@ def test_calls_that_take_all_ranks_grow_with_the_logarithm_at_most() -> None:
     for (_, _, most), calls in zip(SCALES, counted, strict=True):
         assert 0 < calls["of all ranks"] <= most
         assert sum(calls.values()) >= 8
+
+
+@pytest.mark.parametrize(("agree", "splits"), [(True, True), (True, False), (False, False)])
+def test_nccl_gets_the_limit_of_a_group_with_options_of_its_own(
+    agree: bool, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def make(*_: object, pg_options: Any, **__: object) -> object:
+        made.append(pg_options)
+        return object()
+
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    stubs = {"get_backend": "nccl", "get_rank": 1, "get_world_size": 3}
+    for name, value in stubs.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "new_group", make)
+    monkeypatch.setattr(dist, "split_group", make)
+    monkeypatch.setattr("deepspeed_ext.runtime.topology._names_agree", lambda: agree)
+    monkeypatch.setattr("deepspeed_ext.runtime.topology._splits", lambda: splits)
+    timeout = timedelta(seconds=5)
+    own_group([[0, 1]], timeout, max_ctas=2)
+    own_group([[0, 1]], timeout)
+    limited = made[: len(made) // 2]
+    assert len(limited) == len(set(map(id, limited))) == (1 if agree else 2)
+    assert all((each.config.max_ctas, each._timeout) == (2, timeout) for each in limited)
+    assert set(made[len(limited) :]) == {None}
 
 
 def _members_and_sums() -> list[tuple[list[int], float]]:

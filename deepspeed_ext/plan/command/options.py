@@ -101,8 +101,8 @@ def build_parser(prog: str) -> CommandParser:
         "--hardware-queues",
         type=int,
         metavar="N",
-        help="CUDA_DEVICE_MAX_CONNECTIONS of the devices; refuse programs that could deadlock with it (default: "
-        "enough queues)",
+        help="CUDA_DEVICE_MAX_CONNECTIONS of the devices; if a rank has more streams, refuse programs that could "
+        "deadlock, however these share the queues (default: a queue for each stream)",
     )
 
     costs = parser.add_argument_group("costs")

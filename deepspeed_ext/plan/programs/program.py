@@ -210,6 +210,12 @@ def message_of(receive: Instruction, shape: PipelineShape) -> Op:
     return needed
 
 
+MESSAGE_CTAS = 2
+"""Blocks of threads of a message, each of which holds a multiprocessor from the time at which it is posted until both
+ends are there. A rank has one message under way on each communicator: four at most, or eight where stages go to the
+last rank and back, so at most 8 or 16 of the 132 multiprocessors of an H100. NCCL would take up to 32 for a message."""
+
+
 _COMPLETING = (OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT)
 _AT_ONCE = {*SEND.values(), *PASS.values()}
 """Instructions that go before reductions: another rank waits for them, and only the step waits for reductions."""

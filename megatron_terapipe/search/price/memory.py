@@ -100,9 +100,13 @@ class MemoryOverheads:
     """Constants of the memory model. None of them belongs to a strategy, a model or a row of a table."""
 
     framework_bytes: float = constant(3.0e9, 0.7)
-    """On each device: context, kernels, workspaces of libraries."""
+    """On each device: context, workspaces of libraries, the communicator of all ranks, and kernels, all of them loaded
+    at the start (`CUDA_MODULE_LOADING=EAGER`; more than 1 GB, https://github.com/pytorch/pytorch/issues/107667). An
+    estimate."""
     communicator_bytes: float = constant(0.5e9, 0.7)
-    """Buffers of one communicator that a rank is in, whatever it sends."""
+    """Buffers of the communicators of one axis that a rank is in, whatever it sends. An estimate; those of a GPU of
+    vLLM took 1.0 GB (https://github.com/vllm-project/vllm/pull/46234). Messages have little: two channels of 9.2 MiB
+    for each communicator that receives (`MESSAGE_CTAS`, sizes in NCCL's `device.h`)."""
     state_factor: float = constant(1.02, 0.03)
     """Memory taken for a byte of weights, gradients and optimizer state."""
     activation_factor: float = constant(1.06, 0.08)

@@ -12,7 +12,15 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement, result
 from deepspeed_ext.plan.programs.device import Device, Drains, Events, check_host_copies, check_programs, num_streams
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import lower, lowering_costs
-from deepspeed_ext.plan.programs.program import COMPUTES, RECEIVES, SENDS, Instruction, Program
+from deepspeed_ext.plan.programs.program import (
+    COMPUTES,
+    MESSAGE_CTAS,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Program,
+    communicators,
+)
 from deepspeed_ext.plan.schedules import SCHEDULES, breadth_first, fixed, interleaved, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from tests.strategies import WITH_MODEL_CHUNKS, random_orders
@@ -117,6 +125,19 @@ def test_with_fewer_queues_than_streams_programs_must_end_with_every_assignment(
         line = f"14 streams share {queues} hardware queues?: set CUDA_DEVICE_MAX_CONNECTIONS=32$"
         with pytest.raises(ScheduleDeadlock, match=line):
             check_programs(programs, shape, Device(hardware_queues=queues))
+
+
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_messages_hold_few_multiprocessors(placement, chunks):
+    most = 0
+    for ranks in range(2, 9):
+        shape = PipelineShape(ranks * chunks, 2, 2, chunks, placement)
+        for rank in range(ranks):
+            own = [number for channel, number in communicators(shape).items() if rank in channel[:2]]
+            assert len(set(own)) == len(own), "one message of a communicator at a time"
+            most = max(most, MESSAGE_CTAS * len(own))
+    assert most == (8 if chunks == 1 or placement is Placement.LOOPED else 16)
 
 
 class Assigned(Events):
