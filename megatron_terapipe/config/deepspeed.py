@@ -32,7 +32,8 @@ class DeepSpeedConfig:
     """Elements of gradients that ZeRO reduces at a time. Default: 50 million."""
 
     zero_allgather_bucket_size: int | None = option(None, least=1, most=10**12)
-    """Elements of weights that ZeRO gathers at a time. Default: 50 million."""
+    """Elements of weights that ZeRO gathers at a time, with `--overlap-param-gather` at most 33 million. Default: 50
+    million."""
 
     zero_reduce_scatter: bool = False
     """Use ZeRO's reduce-scatter, DeepSpeed's default. A DeepSpeed file that switches it off is an error."""
