@@ -59,7 +59,7 @@ from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
 from deepspeed_ext.runtime.live_batch import Batch
 from deepspeed_ext.runtime.micro_batch import BatchLoss
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.rank_programs import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms
+from deepspeed_ext.runtime.rank_programs import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms, RunLengths
 from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
 
 __all__ = ["TokenSlicePipelineEngine"]
@@ -138,6 +138,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             loading_ranks=self.module.reading_ranks,
             host_copies=host_copies,
         )
+        self._lengths = RunLengths()
         self._links = RankLinks(
             self.module.topology(),
             self.global_rank,
@@ -215,7 +216,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
             rows and tokens of this replica, None on ranks without the last stage.
         """
         self.batch = self._new_batch(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
-        with self._running(self.batch, self._train_schedule()):
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        with self._running(self.batch):
             loss = super().train_batch(data_iter)
         if (self.steps_per_print() or NEVER_PRINTED) >= NEVER_PRINTED:
             # DeepSpeed's timer keeps two events of the device for each step until the next print.
@@ -264,9 +267,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
             computes_loss=compute_loss,
             keeps_outputs=return_logits or return_output_label,
         )
-        schedule = self._programs.program(batch.shape, training=False)
         self.module.eval()
-        with self._reading(data_iter), self._running(batch, schedule), torch.no_grad():
+        with self._reading(data_iter), self._running(batch) as schedule, torch.no_grad():
             self._exec_schedule(schedule)
         losses = [loss for _, loss in sorted(batch.losses.items())]
         result: Any
@@ -299,16 +301,15 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """
         self.complete_weights()
         self.batch = replace(self.batch, updates=False, keeps_outputs=False)
-        schedule = self._train_schedule().without_update()
         self.module.train()
         self.global_steps -= 1
         try:
             with (
                 self._reading(iter(micro_batches)),
                 self.observers.joined_by(observer),
-                self._running(self.batch, schedule),
+                self._running(self.batch) as schedule,
             ):
-                self._exec_schedule(schedule)
+                self._exec_schedule(schedule.without_update())
         finally:
             self.global_steps += 1
             self._executor.finish(self.batch)
@@ -340,7 +341,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     def check_schedule(self) -> None:
         """Lower the schedule of a training step, so that one that does not fit the pipeline is refused at once."""
-        self._train_schedule()
+        self._programs.program(self.batch.shape, training=True, under_ops=not self._lengths.settles)
 
     def reset_activation_shape(self) -> None:
         """Allow other shapes in the next batch; call it on every rank."""
@@ -390,20 +391,30 @@ class TokenSlicePipelineEngine(PipelineEngine):
         return range(first, first + rows)
 
     def _train_schedule(self) -> ProgramSchedule:
-        shape = self._programs.shape(self.micro_batches, len(self.batch.token_slices))
-        return self._programs.program(shape, training=True)
+        return self._program(self.batch)
+
+    def _program(self, batch: Batch) -> ProgramSchedule:
+        under_ops = not self._lengths.are_new(batch)
+        return self._programs.program(batch.shape, training=batch.training, under_ops=under_ops)
 
     @contextmanager
-    def _running(self, batch: Batch, schedule: ProgramSchedule) -> Iterator[None]:
+    def _running(self, batch: Batch) -> Iterator[ProgramSchedule]:
         """Around a batch. After one that was refused before its first instruction, another may follow."""
         if self._broken_by:
             raise UserError(
                 f"an earlier batch ended in its middle ({self._broken_by}), and parts of it may still run: make "
                 "a new engine and load a checkpoint"
             )
+        self._loss.begin()
+        if self._lengths.settles and batch.by_documents is not None and self.module.documents is not None:
+            # All ranks read the data; lengths must be known before the first message is posted.
+            for number, micro_batch in enumerate(self._loss.read_ahead(batch.shape.num_micro_batches)):
+                if micro_batch is not None:
+                    batch.cut(number, self.module.documents(micro_batch))
+        schedule = self._program(batch)
         try:
             self._begin(batch, schedule)
-            yield
+            yield schedule
         except BaseException as error:
             self.timers(TRAIN_BATCH_TIMER).reset()
             self._executor.finish(batch)
@@ -411,7 +422,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 self._broken_by = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self.ledger.begin("no batch: the last one was refused", ())
             raise
-        self._programs.mark_completed(schedule)
+        self._lengths.add(batch)
 
     def _begin(self, batch: Batch, schedule: ProgramSchedule) -> None:
         # All that determines the shapes of activations, so that those of one batch are never used for another.
@@ -425,7 +436,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         batch = self._executor.batch
-        self._loss.read_ahead(batch.shape.num_micro_batches, self.module.loss_tokens if batch.computes_loss else None)
+        self._loss.weigh_ahead(batch.shape.num_micro_batches, self.module.loss_tokens if batch.computes_loss else None)
         if self.reads_data and batch.training in self._unchecked_data:
             check_same_data(self.module.sequence_ranks, self._loss.first())
             self._unchecked_data.remove(batch.training)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ class Batch:
 
     def cut(self, micro_batch: int, documents: Documents | None) -> None:
         """Cut a micro-batch by its documents, before any other use; None if the module does not read them."""
-        if documents is None or self.by_documents is None:
+        if documents is None or self.by_documents is None or micro_batch in self._cuts:
             return
         cut, like = self.by_documents(documents), self.token_slices
         if len(cut) != len(like) or cut.seq_length != like.seq_length:
@@ -173,6 +173,18 @@ class Batch:
                 f"{len(like)} of {like.seq_length}: give as many"
             )
         self._cuts[micro_batch] = cut, self.ranks.parts(cut)
+
+    @property
+    def extent(self) -> tuple[bool | int | PipelineShape, ...]:
+        """All that determines the kernels of this batch, but for `lengths`."""
+        return self.shape, self.rows, self.training, self.computes_loss, self.keeps_outputs
+
+    def lengths(self) -> set[tuple[str, int]]:
+        """Lengths of the token slices and of the keys that they attend to, with the name of their kind."""
+        cuts = [cut.lengths for cut, _ in self._cuts.values()] or [self.token_slices.lengths]
+        return {
+            pair for cut in cuts for pair in (*(("tokens", n) for n in cut), *(("keys", n) for n in accumulate(cut)))
+        }
 
     def token_slices_of(self, micro_batch: int) -> TokenSlices:
         """Return the lengths of the token slices of a micro-batch."""

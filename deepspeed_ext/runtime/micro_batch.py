@@ -248,17 +248,22 @@ class BatchLoss:
         self._weights: Tensor | None = None
         self._num_tokens: Tensor | None = None
 
-    def read_ahead(self, num_micro_batches: int, count: CountLossTokens | None) -> None:
-        """Read and weigh the micro-batches of a batch by their tokens; with None they weigh the same."""
+    def begin(self) -> None:
+        """Start a batch."""
         self._ahead, self._weights, self._num_tokens = deque(), None, None
+
+    def read_ahead(self, num_micro_batches: int) -> Sequence[Any]:
+        """Read the micro-batches of a batch before its first op, and return them; None for those of other ranks."""
+        with suppress(StopIteration):  # an error where the missing micro-batch is taken
+            while len(self._ahead) < num_micro_batches:
+                self._ahead.append(self._next_batch())
+        return self._ahead
+
+    def weigh_ahead(self, num_micro_batches: int, count: CountLossTokens | None) -> None:
+        """Read and weigh the micro-batches of a batch by their tokens; with None they weigh the same."""
         if count is None or not self._computes:
             return
-        try:
-            for _ in range(num_micro_batches):
-                self._ahead.append(self._next_batch())
-        except StopIteration:
-            pass  # an error where the missing micro-batch is taken
-        counts = [0.0 if batch is None else count(batch) for batch in self._ahead]
+        counts = [0.0 if batch is None else count(batch) for batch in self.read_ahead(num_micro_batches)]
         numbers = to_device(torch.tensor([sum(counts), *counts], dtype=torch.float64), self._weight.device)
         num_tokens = numbers[0]
         dist.all_reduce(num_tokens, group=self._copies)

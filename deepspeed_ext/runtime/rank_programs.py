@@ -1,10 +1,11 @@
 """The programs of one pipeline rank, as schedules of DeepSpeed's engine.
 
 `RankPrograms` lowers a schedule to this rank's program when it is first needed; `ProgramSchedule` gives it to
-DeepSpeed's engine, with a class for each kind of instruction.
+DeepSpeed's engine, with a class for each kind of instruction. `RunLengths` finds the batches that may load kernels.
 """
 
-from collections.abc import Container, Iterator
+from collections import defaultdict
+from collections.abc import Container, Hashable, Iterator
 from dataclasses import replace
 
 from deepspeed.accelerator import get_accelerator
@@ -17,6 +18,7 @@ from deepspeed_ext.plan.programs.lowering import RankMessages, SimulatedSchedule
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind, Program
 from deepspeed_ext.plan.schedules import Schedule, forward_order
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
+from deepspeed_ext.runtime.live_batch import Batch
 
 
 class TokenSliceInstruction(PipeInstruction):
@@ -68,15 +70,44 @@ class ProgramSchedule(PipeSchedule):
         return ProgramSchedule(self.program, self.shape, training=self.training, updates=False)
 
 
+LENGTHS_OF_A_RANGE = 8
+"""Lengths of a range after which its others count as run: compilers take two of them for all."""
+
+
+class RunLengths:
+    """The lengths for which an accelerator has run all ops of a batch, so that it has loaded their kernels (ADR 22).
+
+    Which lengths load one depends on compilers and libraries, so each new length counts, the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.settles = not get_accelerator().is_synchronized_device()
+        """Whether no message travels under the ops of a batch with new lengths."""
+        self._run: defaultdict[Hashable, set[int]] = defaultdict(set)
+
+    def are_new(self, batch: Batch) -> bool:
+        """Whether a batch may load kernels."""
+        found = ((tokens, self._run[key]) for key, tokens in self._lengths(batch))
+        return self.settles and any(tokens not in run and len(run) < LENGTHS_OF_A_RANGE for tokens, run in found)
+
+    def add(self, batch: Batch) -> None:
+        """Add the lengths of a batch that has run."""
+        for key, tokens in self._lengths(batch):
+            if len(self._run[key]) < LENGTHS_OF_A_RANGE:
+                self._run[key].add(tokens)
+
+    def _lengths(self, batch: Batch) -> Iterator[tuple[Hashable, int]]:
+        """Lengths of token slices and of their keys, each with its range: up to a power of 2, whole tiles or not."""
+        for content, tokens in batch.lengths():
+            yield (batch.extent, content, tokens.bit_length(), tokens % 128 == 0), tokens
+
+
 class RankPrograms:
     """A rank's programs by their shape.
 
     Args:
         schedule: order of the ops when training. One that was simulated before is not simulated again.
         shape: shape of the pipeline, for any number of micro-batches and token slices.
-        settles: whether in the first program of a shape no message travels under an op, since on an accelerator every
-            rank then loads kernels, and may have to wait for its device (ADR 22). None: with an asynchronous
-            accelerator.
         host_copies: settings of the copies to the host; None for no copies.
     """
 
@@ -87,13 +118,10 @@ class RankPrograms:
         rank: int,
         shape: PipelineShape,
         loading_ranks: Container[int],
-        settles: bool | None = None,
         host_copies: HostCopySettings | None = None,
     ) -> None:
-        self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
         self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
         self._host_copies = host_copies
-        self._settled: set[tuple[bool, PipelineShape]] = set()
         self._training = SimulatedSchedule.of(schedule)
         self._evaluation = SimulatedSchedule(forward_order, complete=False)
         self._rank, self._shape = rank, shape
@@ -105,13 +133,12 @@ class RankPrograms:
         num_token_slices = num_token_slices or self._shape.num_token_slices
         return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
 
-    def mark_completed(self, schedule: ProgramSchedule) -> None:
-        """Mark a program as completed."""
-        self._settled.add((schedule.training, schedule.shape))
+    def program(self, shape: PipelineShape, *, training: bool, under_ops: bool = True) -> ProgramSchedule:
+        """Return the program of a training step, or of an evaluation, which has forwards only.
 
-    def program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
-        """Return the program of a training step, or of an evaluation, which has forwards only."""
-        under_ops = not self._settles or (training, shape) in self._settled
+        Args:
+            under_ops: whether messages travel under ops; False where ranks may load kernels.
+        """
         key = training, shape, under_ops
         if key not in self._lowered:
             if training:

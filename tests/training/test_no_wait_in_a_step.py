@@ -148,7 +148,7 @@ def crossings_of_the_loss() -> Counter[str]:
     found: list[str] = []
     # The meta device has no messages.
     with patch.object(dist, "all_reduce"), _Makers(found.append), _Copies(found.append):
-        engine._loss.read_ahead(3, lambda batch: float(batch.loss_mask.sum()))
+        engine._loss.weigh_ahead(3, lambda batch: float(batch.loss_mask.sum()))
     weighed = engine._loss.weigh(torch.ones((), device=DEVICE), 2)
     assert weighed.device == engine._loss._num_tokens.device == DEVICE
     return Counter(found)

@@ -1,5 +1,7 @@
 """The length of the sequences, and the number of token slices, may change from batch to batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +11,13 @@ import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.schedules import FoundSchedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.channels import Incoming
+from deepspeed_ext.runtime.clocks import Observer
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.live_batch import Batch
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from tests.distributed import run_distributed
@@ -23,17 +28,42 @@ CUT = (9, 1, 14)
 CUTS = (CUT, (8, 4), (17,), CUT, (4, 4, 4, 4), (12, 8))
 
 
-def _train(setup: Setup, cuts: tuple[tuple[int, ...], ...], keywords: dict[str, Any]) -> dict[str, Any]:
+class Loads(Observer):
+    """A device that loads kernels at the first op of a kind and length, and counts those under posted receives."""
+
+    def __init__(self, engine: TokenSlicePipelineEngine) -> None:
+        self._engine, self._loaded, self.under_receives = engine, set(), 0
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        batch = self._engine._executor.batch
+        kernel = op.kind, batch.training, batch.token_slices_of(op.micro_batch).lengths[op.token_slice]
+        posted = sum(
+            len(end._posted) + len(end._unposted)
+            for end in self._engine._links._ends.values()
+            if isinstance(end, Incoming)
+        )
+        self.under_receives += kernel not in self._loaded and posted > 0
+        self._loaded.add(kernel)
+        yield
+
+
+def _train(
+    setup: Setup, cuts: tuple[tuple[int, ...], ...], keywords: dict[str, Any], *, settles: bool = False
+) -> dict[str, Any]:
     engine = build(setup, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02), **keywords)
-    losses = []
-    for step, cut in enumerate(cuts):
-        data = iter(batches_of(setup, 0, step=step, seq=sum(cut)))
-        losses.append(engine.train_batch(data, token_slices=cut).item())
+    engine._lengths.settles = settles
+    losses, loads = [], Loads(engine)
+    with engine.observers.joined_by(loads):
+        for step, cut in enumerate(cuts):
+            data = iter(batches_of(setup, 0, step=step, seq=sum(cut)))
+            losses.append(engine.train_batch(data, token_slices=cut).item())
     # Two events of a device for each step, which DeepSpeed reads only to print.
     assert not engine.timers(TRAIN_BATCH_TIMER).event_timers
     return {
         "losses": losses,
         "weights": weights(engine),
+        "loads": loads.under_receives,
         "schedule": type(engine._programs._training._schedule).__name__,
     }
 
@@ -52,7 +82,7 @@ def _cut_at_documents(documents: Documents) -> TokenSlices:
     return TokenSlices((first, second, models.SEQ - first - second))
 
 
-def _train_by_documents(setup: Setup, **keywords: Any) -> dict[str, Any]:
+def _train_by_documents(setup: Setup, *, settles: bool = False, **keywords: Any) -> dict[str, Any]:
     """Two steps, then an evaluation with the outputs of the model."""
     seen = []
 
@@ -63,10 +93,14 @@ def _train_by_documents(setup: Setup, **keywords: Any) -> dict[str, Any]:
     if len(setup.cut) > 1:
         keywords |= {"documents": _documents, "cut_by_documents": cut, "activation_spec": None}
     engine = build(setup, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02), **keywords)
-    losses = [engine.train_batch(iter(batches_of(setup, 0, step=step))).item() for step in range(2)]
-    loss, outputs, labels = engine.eval_batch(iter(batches_of(setup, 0, step=2)), return_output_label=True)
+    engine._lengths.settles = settles
+    loads = Loads(engine)
+    with engine.observers.joined_by(loads):
+        losses = [engine.train_batch(iter(batches_of(setup, 0, step=step))).item() for step in range(2)]
+        loss, outputs, labels = engine.eval_batch(iter(batches_of(setup, 0, step=2)), return_output_label=True)
     kept = [None if each is None else as_numpy(each) for each in (outputs, labels)]
-    return {"losses": [*losses, loss.item()], "kept": kept, "weights": weights(engine), "cuts": set(seen)}
+    found = {"losses": [*losses, loss.item()], "kept": kept, "weights": weights(engine), "cuts": set(seen)}
+    return found | {"loads": loads.under_receives}
 
 
 WHOLE = Setup(cut=(models.SEQ,), dtype="fp64")
@@ -87,10 +121,10 @@ def _on_one() -> tuple[dict[str, Any], dict[str, Any]]:
     return _train_by_documents(replace(WHOLE, micro_batches=4)), _train(WHOLE, whole, {})
 
 
-def _on_two() -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+def _on_two() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     changing = [_train(setup, CUTS, keywords) for setup, keywords in CHANGING]
-    found = [_train(setup, CUTS, {}) for setup in (FOUND, replace(FOUND, schedule="1f1b"))]
-    return _train_by_documents(IN_THREE), changing, found
+    found = [_train(setup, CUTS, {}, settles=setup is FOUND) for setup in (FOUND, replace(FOUND, schedule="1f1b"))]
+    return [_train_by_documents(IN_THREE, settles=settles) for settles in (False, True)], changing, found
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +139,24 @@ def on_two() -> list[tuple[Any, Any, Any]]:
 
 def test_each_micro_batch_may_have_a_cut_of_its_own(on_one, on_two) -> None:
     """Lengths of messages are learned from the messages, by both ends alike."""
-    expected, (first, last) = on_one[0], [by_documents for by_documents, _, _ in on_two]
-    for found in (first, last):
+    expected, (first, last) = on_one[0], [by_documents[0] for by_documents, _, _ in on_two]
+    for found, settled in (by_documents for by_documents, _, _ in on_two):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
-        assert found["cuts"] == first["cuts"]
+        assert settled["losses"] == found["losses"]
+        assert found["cuts"] == settled["cuts"] == first["cuts"]
     assert len(first["cuts"]) > 5
     assert first["kept"] == [None, None]
     for found, exact in zip(last["kept"], expected["kept"], strict=True):
         assert np.allclose(found, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_kernels_are_loaded_before_receives_are_posted(on_two) -> None:
+    """On an accelerator, whatever lengths come later, also those that only the data has."""
+    documents, _, trained = zip(*on_two, strict=True)
+    for kinds in (documents, [(loading, settled) for settled, loading in trained]):
+        counts = [[each["loads"] for each in of_rank] for of_rank in kinds]
+        assert sum(loading for loading, _ in counts) > 0, "the test would find them"
+        assert [settled for _, settled in counts] == [0, 0]
 
 
 def test_a_cut_of_another_length_is_refused() -> None:
