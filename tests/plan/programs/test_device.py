@@ -11,7 +11,7 @@ from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import PipelineShape, Placement, result
 from deepspeed_ext.plan.programs.device import Device, Drains, Events, check_host_copies, check_programs, num_streams
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import lower, lowering_costs
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering, lower, lowering_costs
 from deepspeed_ext.plan.programs.program import (
     COMPUTES,
     MESSAGE_CTAS,
@@ -21,7 +21,15 @@ from deepspeed_ext.plan.programs.program import (
     Program,
     communicators,
 )
-from deepspeed_ext.plan.schedules import SCHEDULES, breadth_first, fixed, interleaved, rank_orders, schedule_named
+from deepspeed_ext.plan.schedules import (
+    SCHEDULES,
+    breadth_first,
+    fixed,
+    forward_order,
+    interleaved,
+    rank_orders,
+    schedule_named,
+)
 from deepspeed_ext.plan.simulate import simulate
 from tests.strategies import WITH_MODEL_CHUNKS, random_orders
 
@@ -206,6 +214,14 @@ def test_lowered_programs_end_on_any_device_or_the_setting_that_helps_is_named()
         except ScheduleDeadlock as deadlock:
             assert assumes and name in ("interleaved", "random")
             assert str(deadlock).endswith("set CUDA_DEVICE_MAX_CONNECTIONS=32")
+
+
+@pytest.mark.parametrize("placement", Placement)
+def test_evaluations_end_with_every_assignment_of_streams(placement):
+    evaluation = SimulatedSchedule(forward_order, complete=False)
+    for ranks, chunks in [(2, 1), (3, 2), (4, 3)]:
+        shape = PipelineShape(ranks * chunks, 3, 4, chunks, placement)
+        assert not check_lowering(evaluation, shape, Device(hardware_queues=1))
 
 
 def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
