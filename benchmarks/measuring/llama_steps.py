@@ -17,13 +17,14 @@ from benchmarks.measuring.report import Section, has_gpu, join, one_line, progre
 from benchmarks.measuring.traces import Trace, trace_of
 from benchmarks.measuring.workload import batches, benchmark_model, our_engine
 from benchmarks.one_rank import adamw
-from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention_3
+from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.search.machine.launcher import free_port
 from megatron_terapipe.training.instruments import peak_tflops_here
+from megatron_terapipe.training.trainer import sample_heads
 
 TINY = "tiny"
 """Name of a model to try this program with."""
@@ -74,8 +75,8 @@ def training(model: str, seq_length: int, token_slices: int) -> Iterator[Section
             "The plain loop keeps weights and optimizer in one dtype, which favours it; its first weights are others."
         ],
     )
-    if activate_flash_attention_3(torch.device(get_accelerator().current_device_name())):
-        steps.notes.append(f"{name}: with FlashAttention-3.")
+    samples = sample_heads(config, torch.device(get_accelerator().current_device_name()), torch.bfloat16)
+    steps.notes += [f"{name}: {line.strip()}" for line in activate_flash_attention(samples)]
     measured = _first_that_fits(config, token_slices, name, steps)
     if measured is not None:
         steps.add(name, *_cells(config, measured, peak_tflops_here(dtype)))

@@ -19,12 +19,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
-from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention_3
+from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning
-from megatron_terapipe.config import Config
+from megatron_terapipe.config import Config, ModelConfig
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import SaveError
 from megatron_terapipe.training.auto_plan import keep_schedule, keep_strategy, notes
@@ -268,10 +269,7 @@ class Trainer:
             keep_schedule(self._run)
             keep_strategy(self._run)
             device = self._engine.device
-            # The order of its sums in the backward is not fixed.
-            flash_attention_3 = not training.deterministic_mode and activate_flash_attention_3(device)
-            about_attention = attention_notes(self._run.config, device, flash_attention_3=flash_attention_3)
-            for line in (*notes(self._run), *about_attention):
+            for line in (*notes(self._run), *attention_notes(self._run.config, device)):
                 self._report.note(line)
             if self._run.checkpoint is not None:
                 directory, info = self._run.checkpoint
@@ -341,13 +339,34 @@ class Trainer:
         self._report(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
 
 
-def attention_notes(config: Config, device: torch.device, *, flash_attention_3: bool) -> list[str]:
-    """Return lines for the log: an activated kernel, and settings that make a device slow."""
+def sample_heads(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor, int | None]]:
+    """Random queries, keys and the window of each kind of layer."""
+    generator = torch.Generator().manual_seed(0)
+
+    def heads(tokens: int, number: int) -> Tensor:
+        return torch.randn(1, tokens, number, model.kv_channels, generator=generator).to(device, dtype)
+
+    kinds = {(block.num_key_value_heads, block.window) for block in model.blocks if block.num_key_value_heads}
+    return [(heads(128, model.num_attention_heads), heads(256, groups), window) for groups, window in kinds]
+
+
+def attention_notes(config: Config, device: torch.device) -> list[str]:
+    """Activate flash attention, and return lines for the log: the one in use, and settings that make a device slow."""
     if device.type == "cpu":
         return []
     lines = []
-    if flash_attention_3:
-        lines.append(" attention by FlashAttention-3")
+    if (
+        config.precision.dtype != "fp32"
+        and not config.model.attention_dropout
+        and config.model.attention_softcap is None
+    ):
+        lines = activate_flash_attention(
+            sample_heads(config.model, device, torch.bfloat16 if config.precision.dtype == "bf16" else torch.float16),
+            packed=config.data.reset_attention_mask,
+            newer=not config.training.deterministic_mode,  # Their backward may sum in any order.
+        )
     if config.precision.dtype == "fp32":
         lines.append(
             " warning: fp32 uses a small part of a GPU: train with --bf16, or round products to TF32 with "

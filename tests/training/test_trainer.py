@@ -9,7 +9,14 @@ import torch.distributed as dist
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import TrainingConfig
-from megatron_terapipe.training.trainer import ExitConditions, ExitReason, any_rank, attention_notes, catch_sigterm
+from megatron_terapipe.training.trainer import (
+    ExitConditions,
+    ExitReason,
+    any_rank,
+    attention_notes,
+    catch_sigterm,
+    sample_heads,
+)
 from tests.distributed import run_distributed
 
 REQUIRED = (
@@ -23,13 +30,25 @@ def test_notes_about_attention() -> None:
     capped = parse_arguments((REQUIRED + "--bf16 --attention-softcap 50").split())
     fast = parse_arguments((REQUIRED + "--bf16 --attention-dropout 0").split())
     cuda = torch.device("cuda")
-    dtype, dropout = attention_notes(slow, cuda, flash_attention_3=False)
+    dtype, dropout = attention_notes(slow, cuda)
     assert "--bf16" in dtype
     assert "--attention-dropout 0" in dropout
-    (softcap,) = attention_notes(capped, cuda, flash_attention_3=False)
+    (softcap,) = attention_notes(capped, cuda)
     assert "--attention-softcap 50" in softcap
-    assert attention_notes(fast, cuda, flash_attention_3=True) == [" attention by FlashAttention-3"]
-    assert attention_notes(slow, torch.device("cpu"), flash_attention_3=False) == []
+    # No flash kernel takes heads of this device; the choice is tested beside the kernels.
+    assert attention_notes(fast, torch.device("meta")) == []
+    assert attention_notes(slow, torch.device("cpu")) == []
+
+
+def test_kinds_of_layers_that_flash_attention_is_tried_on() -> None:
+    flags = (
+        "--attention-dropout 0 --group-query-attention --num-query-groups 2 --window-size 7,0 --window-attn-skip-freq 2"
+    )
+    model = parse_arguments((REQUIRED + flags).split()).model
+    samples = sample_heads(model, torch.device("cpu"), torch.bfloat16)
+    assert {(query.shape, key.shape, window) for query, key, window in samples} == {
+        ((1, 128, 4, 16), (1, 256, 2, 16), window) for window in (None, 8)
+    }
 
 
 def reasons(training: TrainingConfig, *, minutes: float = 0.0, signalled: bool = False) -> list[ExitReason | None]:

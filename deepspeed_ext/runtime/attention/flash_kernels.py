@@ -9,9 +9,7 @@ The conditions of each follow torch 2.13: `aten/src/ATen/native/transformers/cud
 `flash_attn/flash_api.cpp`, `attention_backward.cu` and `mem_eff_attention/kernel_forward.h`.
 """
 
-import importlib.util
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -319,20 +317,62 @@ def _repeated(heads: Tensor, repeats: int) -> Tensor:
     return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=2)
 
 
-def activate_flash_attention_3(device: torch.device) -> bool:
-    """Use FlashAttention-3 in this process, and return whether device, torch and its package support it."""
-    activate = getattr(attention, "activate_flash_attention_impl", None)  # since torch 2.11
-    if device.type != "cuda" or activate is None or importlib.util.find_spec("flash_attn_interface") is None:
-        return False
-    if capability_of(device)[0] != 9:  # Hopper; torch refuses calls on any other.
-        return False
-    try:
-        activate("FA3")
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        # An installation that does not fit this torch or this CUDA must not end a run that can do without it.
-        warnings.warn(f"FlashAttention-3 is installed, but cannot be used: {error}", stacklevel=2)
-        return False
-    return True
+_NEWER = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn", (9, 10))}
+"""By torch's names, preferred first: the package, and major compute capabilities that torch's adapter takes."""
+
+
+def activate_flash_attention(
+    samples: Sequence[tuple[Tensor, Tensor, int | None]], *, packed: bool = False, newer: bool = True
+) -> list[str]:
+    """Use FlashAttention-3, else 4, in this process, else torch's own, which is FlashAttention-2.
+
+    A newer one must first give torch's own results for the samples, forward and backward: its package may not fit this
+    torch, CUDA, device or size of heads. Kernels that are compiled at their first call are compiled here.
+
+    Args:
+        samples: queries [1, N, H, D], keys [1, E, G, D] and the window of each kind of layer.
+        packed: whether documents attend apart.
+        newer: whether one other than torch's own may be used.
+
+    Returns:
+        Lines for the log; none where no flash attention takes these heads.
+    """
+    if not samples or not all(isinstance(kernel_for(query), CudaFlash) for query, _, _ in samples):
+        return []
+    major, lines = capability_of(samples[0][0].device)[0], []
+    # Since torch 2.11.
+    known = getattr(attention, "list_flash_attention_impls", list)() if newer else []
+    calls = [(*sample, apart) for sample in samples for apart in {False, packed}]
+    exact = [_both_ways(*call) for call in calls]
+    for name, (package, majors) in _NEWER.items():
+        if major not in majors or name not in known:
+            continue
+        try:
+            attention.activate_flash_attention_impl(name)
+            for call, expected in zip(calls, exact, strict=True):
+                for found, own in zip(_both_ways(*call), expected, strict=True):
+                    if not (found - own).norm() <= 0.02 * own.norm():  # Nor NaN.
+                        raise ValueError("its results differ from those of torch's own flash attention")
+            return [*lines, f" attention by FlashAttention-{name[2:]}"]
+        except Exception as error:  # Compilers of kernels raise their own.
+            attention.restore_flash_attention_impl(_raise_warn=False)
+            if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] != package:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                lines.append(f" warning: FlashAttention-{name[2:]} is installed, but cannot be used: {reason}")
+    hint = f"; compute capability {major} also runs FlashAttention-3 or 4 (docs/how-to/gpu.md)" * (major in (9, 10))
+    return [*lines, f" attention by FlashAttention-2{hint}"]
+
+
+def _both_ways(query: Tensor, key: Tensor, window: int | None, apart: bool) -> list[Tensor]:
+    """Output, log-sum-exp and gradients of `CudaFlash`, of one run if `apart`."""
+    runs = None
+    if apart:
+        query, key = query.squeeze(0), key.squeeze(0)
+        ends = (torch.tensor([0, len(each)], dtype=torch.int32).to(each.device) for each in (query, key))
+        runs = Runs(*ends, len(query), len(key))
+    kernel, scale = CudaFlash(window), query.shape[-1] ** -0.5
+    attended = kernel.forward(query, key, key, scale, runs)
+    return [*attended, *kernel.gradients(query, query, key, key, attended, scale, runs)]
 
 
 def kernel_for(

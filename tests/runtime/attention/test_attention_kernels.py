@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.runtime.attention import flash_kernels
 from deepspeed_ext.runtime.attention.flash_kernels import (
     CpuFlash,
     CudaFlash,
@@ -240,22 +239,3 @@ def test_operators_of_cuda_are_called_as_they_are_declared(kernel: type, window:
     assert gradients.query.shape == query.shape
     assert [tensor.shape for tensor in gradients.own] == [(2, 17, 4, 64)] * 2
     assert [tensor.shape for tensor in gradients.prefix] == [(2, 32, 4, 64)] * 2
-
-
-@pytest.mark.parametrize(
-    ("capability", "installed", "active"), [((9, 0), True, True), ((8, 0), True, False), ((9, 0), False, False)]
-)
-def test_flash_attention_3_is_activated_where_it_can_be(
-    capability: tuple[int, int], installed: bool, active: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    activated = []
-    monkeypatch.setattr(flash_kernels, "capability_of", lambda device: capability)
-    monkeypatch.setattr(flash_kernels.importlib.util, "find_spec", lambda name: object() if installed else None)
-    if active:
-        # By torch, which cannot import the package.
-        with pytest.warns(UserWarning, match="FlashAttention-3 is installed, but cannot be used: No module named"):
-            assert not flash_kernels.activate_flash_attention_3(torch.device("cuda"))
-    monkeypatch.setattr(flash_kernels.attention, "activate_flash_attention_impl", activated.append)
-    assert flash_kernels.activate_flash_attention_3(torch.device("cuda")) is active
-    assert activated == ["FA3"] * active
-    assert not flash_kernels.activate_flash_attention_3(torch.device("cpu"))
