@@ -83,8 +83,13 @@ bench: $(VENV)/installed ## measure schedules and memory on two cores, simulator
 	$(BIN)/python -m benchmarks.solver_speed simulator
 	$(BIN)/python -m benchmarks.solver_speed
 
-bench-engines: $(VENV)/installed ## our engine beside DeepSpeed's and torch's pipelines and plain torch; writes the page, in 12 minutes
-	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.engines --json runs/engines.json
+# The model of benchmarks.engines, for the times of its ops.
+ENGINES_MODEL := - --num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 2048 --vocab-size 256
+
+bench-engines: $(VENV)/installed ## our engine beside DeepSpeed's and torch's pipelines and plain torch; writes the page, in 15 minutes
+	mkdir -p runs
+	$(BIN)/terapipe search measure $(ENGINES_MODEL) --num-processes 2 --budget-s 60 --json runs/engines-profile.json
+	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.engines --op-profile runs/engines-profile.json --json runs/engines.json
 	$(BIN)/python -m benchmarks.engines.page runs/engines.json
 
 gpu: $(if $(GPU),$(VENV)/installed) ## prove on one CUDA GPU what can be proven there; ends in a table for an issue

@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     join()
     processors, products, product_s = Processors(), product_times(), list[float]()
     model = _model(options.layers, options.seq_length, options.hidden_size)
-    entries = [each for each in catalogue(options.token_slices) if re.search(options.only, str(each.name))]
+    entries = [
+        each for each in catalogue(options.token_slices, options.op_profile) if re.search(options.only, str(each.name))
+    ]
     # Whatever is chosen, there must be something to hold it against.
-    entries = list({each.name: each for each in (catalogue(1)[0], *entries)}.values())
+    entries = list({each.name: each for each in (catalogue(())[0], *entries)}.values())
     runs: list[Run] = []
     for count in options.micro_batches:
         competition = Competition(Job(model, count, options.micro_batch_size, cores), entries)
@@ -85,7 +87,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="T",
         help=f"after {LEAST_ROUNDS} rounds, leave out those beyond this",
     )
-    parser.add_argument("--token-slices", type=int, default=8, metavar="S")
+    parser.add_argument("--token-slices", type=int, nargs="+", default=[2, 8], metavar="S")
+    parser.add_argument(
+        "--op-profile", metavar="FILE", help="of `terapipe search measure`: adds a row with --token-slices auto"
+    )
     parser.add_argument("--micro-batch-size", type=int, default=1, metavar="B")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=512)

@@ -16,6 +16,7 @@ from benchmarks.engines.results import (
     IN_ONE_THREAD,
     IN_TWO_THREADS,
     OURS,
+    OURS_AUTO,
     PIPELINE_ENGINE,
     PLAIN,
     TORCH,
@@ -120,7 +121,7 @@ def compared(run: Run) -> list[Name]:
     """Return the engines of the page: plain torch, 1F1B of each, and the fastest of ours and of the rivals."""
     names = {IN_ONE_THREAD, IN_TWO_THREADS, PIPELINE_ENGINE}
     timed = sorted(run.timed, key=attrgetter("median_s"))
-    names |= {each.name for each in timed if is_ours(each) and each.schedule == "1f1b"}
+    names |= {each.name for each in timed if is_ours(each) and (each.schedule == "1f1b" or each.engine == OURS_AUTO)}
     ours = [each for each in timed if is_ours(each)]
     sliced = [each for each in ours if each.engine != OURS]
     for engines in ([each for each in ours if each.engine == OURS], sliced, filter(is_rival, timed)):

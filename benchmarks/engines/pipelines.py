@@ -30,15 +30,28 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleDualPipeV
 from torch.nn import functional as F
 
-from benchmarks.engines.results import DEEPSPEED, IN_ONE_THREAD, IN_TWO_THREADS, PIPELINE_ENGINE, TORCH, Name, ours_with
+from benchmarks.engines.results import (
+    DEEPSPEED,
+    IN_ONE_THREAD,
+    IN_TWO_THREADS,
+    OURS_AUTO,
+    PIPELINE_ENGINE,
+    TORCH,
+    Name,
+    ours_with,
+)
+from benchmarks.measuring.report import progress
 from benchmarks.measuring.workload import our_engine, settings
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.measured import measured_costs
+from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config import BatchConfig, Config, ModelConfig, ParallelConfig
+from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.planning import with_found_token_slices
 
 
 @dataclass(frozen=True)
@@ -318,24 +331,61 @@ def torch_pipeline(job: Job, *, schedule_class: type[Any], v_shaped: bool = Fals
     return Engine(weights, optimizer, step, schedule)
 
 
-def ours(job: Job, *, schedule: str, num_token_slices: int, num_model_chunks: int = 1, uniform: bool = False) -> Engine:
-    """Return our engine; `optimised` is found for op times that are measured first."""
-    cut = (
-        TokenSlices.uniform(job.model.seq_length, num_token_slices)
-        if uniform
-        else balanced_token_slices(job.model, num_token_slices)
-    )
-    more: dict[str, Any] = {}
+Cutting = Callable[[Job], TokenSlices]
+"""Gives the token slices of a job."""
+
+
+def ours(job: Job, *, schedule: str, cutting: Cutting, **stages: Any) -> Engine:
+    """Return our engine; `optimised` is found for op times that are measured first.
+
+    Args:
+        **stages: `num_model_chunks` and `placement`.
+    """
+    cut, more = cutting(job), dict[str, Any]()
     if schedule == OPTIMISED:
-        costs = _measured(job, cut, num_model_chunks)
+        costs = _measured(job, cut, **stages)
         more["costs"] = lambda _: costs
-    engine = _engine(job, cut, schedule, num_model_chunks, **more)
+    engine = _engine(job, cut, schedule, **stages, **more)
     data = cycle(_batches(job))
     weights = dict(engine.module.named_parameters())
     return Engine(weights, engine.optimizer, lambda: engine.train_batch(data).item(), engine)
 
 
-def _engine(job: Job, cut: TokenSlices, schedule: str, num_model_chunks: int = 1, **more: Any) -> Any:
+def balanced(job: Job, count: int) -> TokenSlices:
+    """Token slices of about equal FLOPs."""
+    return balanced_token_slices(job.model, count)
+
+
+def uniform(job: Job, count: int) -> TokenSlices:
+    """Token slices of equal lengths."""
+    return TokenSlices.uniform(job.model.seq_length, count)
+
+
+def found(job: Job, op_profile: str) -> TokenSlices:
+    """The token slices of `--token-slices auto --pipeline-schedule optimised --num-model-chunks 2`.
+
+    Args:
+        op_profile: file that `terapipe search measure` wrote for this model on this machine.
+    """
+    ranks, rows = dist.get_world_size(), job.num_micro_batches * job.micro_batch_size
+    config = Config(
+        model=job.model,
+        parallel=ParallelConfig(
+            pipeline_parallel_size=ranks,
+            num_model_chunks=2,
+            num_token_slices=None,
+            token_slices=AUTO,
+            pipeline_schedule=OPTIMISED,
+            op_profile=op_profile,
+        ),
+        batch=BatchConfig(micro_batch_size=job.micro_batch_size, global_batch_size=rows),
+    )
+    cut = with_found_token_slices(config, 1).token_slices()
+    progress(f"--token-slices auto: {cut}")
+    return cut
+
+
+def _engine(job: Job, cut: TokenSlices, schedule: str, **more: Any) -> Any:
     return our_engine(
         job.model,
         cut,
@@ -343,14 +393,13 @@ def _engine(job: Job, cut: TokenSlices, schedule: str, num_model_chunks: int = 1
         num_stages=dist.get_world_size(),
         micro_batch_size=job.micro_batch_size,
         schedule=schedule,
-        num_model_chunks=num_model_chunks,
         **more,
     )
 
 
-def _measured(job: Job, cut: TokenSlices, num_model_chunks: int) -> OpCosts:
+def _measured(job: Job, cut: TokenSlices, **stages: Any) -> OpCosts:
     """Op times of the second of two steps, under the order that is found for even costs; the same on all ranks."""
-    engine, data = _engine(job, cut, OPTIMISED, num_model_chunks), cycle(_batches(job))
+    engine, data = _engine(job, cut, OPTIMISED, **stages), cycle(_batches(job))
     engine.train_batch(data)
     with engine.timeline() as timelines:
         engine.train_batch(data)
@@ -367,6 +416,7 @@ OUR_SCHEDULES: dict[str, dict[str, Any]] = {
     "interleaved, 2 model chunks": {"schedule": "interleaved", "num_model_chunks": 2},
     "optimised": {"schedule": OPTIMISED},
     "optimised, 2 model chunks": {"schedule": OPTIMISED, "num_model_chunks": 2},
+    "optimised, 2 model chunks in a V": {"schedule": OPTIMISED, "num_model_chunks": 2, "placement": Placement.V},
 }
 TORCH_SCHEDULES: dict[str, dict[str, Any]] = {
     "GPipe": {"schedule_class": ScheduleGPipe},
@@ -387,8 +437,13 @@ class Entry:
     """Makes it on this rank; raises if it does not take the job."""
 
 
-def catalogue(num_token_slices: int) -> list[Entry]:
-    """Return the engines; the first one is plain torch, which the others are held against."""
+def catalogue(num_token_slices: Sequence[int], op_profile: str | None = None) -> list[Entry]:
+    """Return the engines; the first one is plain torch, which the others are held against.
+
+    Args:
+        num_token_slices: numbers of token slices of our engine, other than 1.
+        op_profile: times of ops for `--token-slices auto`; None to leave it out.
+    """
     entries = [
         Entry(IN_ONE_THREAD, partial(plain, threads=1)),
         Entry(IN_TWO_THREADS, partial(plain, threads=2)),
@@ -399,9 +454,18 @@ def catalogue(num_token_slices: int) -> list[Entry]:
         Entry(Name(TORCH, name), partial(torch_pipeline, **arguments)) for name, arguments in TORCH_SCHEDULES.items()
     ]
     entries += [
-        Entry(Name(ours_with(count), name), partial(ours, num_token_slices=count, **arguments))
-        for count in (1, num_token_slices)
+        Entry(Name(ours_with(count), name), partial(ours, cutting=partial(balanced, count=count), **arguments))
+        for count in (1, *num_token_slices)
         for name, arguments in OUR_SCHEDULES.items()
     ]
-    uniform = partial(ours, schedule="1f1b", num_token_slices=num_token_slices, uniform=True)
-    return [*entries, Entry(Name(ours_with(num_token_slices), "1f1b, uniform lengths"), uniform)]
+    entries += [
+        Entry(
+            Name(ours_with(count), "1f1b, uniform lengths"),
+            partial(ours, schedule="1f1b", cutting=partial(uniform, count=count)),
+        )
+        for count in num_token_slices[-1:]
+    ]
+    if op_profile is not None:
+        chosen = partial(ours, schedule=OPTIMISED, num_model_chunks=2, cutting=partial(found, op_profile=op_profile))
+        entries.append(Entry(Name(OURS_AUTO, "optimised, 2 model chunks"), chosen))
+    return entries

@@ -143,6 +143,9 @@ IN_TWO_THREADS = Name(PLAIN, "one process, 2 threads")
 PIPELINE_ENGINE = Name(DEEPSPEED, "PipelineEngine (1F1B)")
 
 
+OURS_AUTO = f"{OURS}, --token-slices auto"
+
+
 def ours_with(num_token_slices: int) -> str:
     """Return the name of our engine with so many token slices."""
     return OURS if num_token_slices == 1 else f"{OURS}, {num_token_slices} token slices"

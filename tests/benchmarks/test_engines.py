@@ -52,7 +52,9 @@ def _competed() -> list[tuple[Measured, ...]]:
     job = Job(MODEL, 1, 2, frozenset((0,)))
     # To find the orders of `optimised`, numba compiles for longer than all of this test takes.
     entries = [
-        each for each in catalogue(4) if "optimised" not in each.name.schedule and "2 threads" not in each.name.schedule
+        each
+        for each in catalogue([4])
+        if "optimised" not in each.name.schedule and "2 threads" not in each.name.schedule
     ]
     few = Competition(job, entries)
     many = Competition(replace(job, num_micro_batches=4), [*entries, Entry(WRONG, _half_the_loss)])

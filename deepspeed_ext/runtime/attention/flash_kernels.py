@@ -54,10 +54,10 @@ class CpuFlash:
         if not prefix_len:
             return diagonal
         prefix = _forward(query, key[:, :prefix_len], value[:, :prefix_len], scale, causal=False)
-        log_sum_exp = torch.logaddexp(diagonal.log_sum_exp, prefix.log_sum_exp)
-        output = prefix.output * _weight(prefix, log_sum_exp)
-        output += diagonal.output * _weight(diagonal, log_sum_exp)
-        return Attended(output, log_sum_exp)
+        # Shares of the merged softmax, exp(part - log-sum-exp of both), which add up to 1.
+        of_prefix = (prefix.log_sum_exp - diagonal.log_sum_exp).sigmoid().transpose(1, 2).unsqueeze(-1)
+        output = diagonal.output.lerp_(prefix.output, of_prefix.to(query.dtype))
+        return Attended(output, torch.logaddexp(diagonal.log_sum_exp, prefix.log_sum_exp))
 
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
@@ -155,11 +155,6 @@ def _mask(tile: QueryTile, window: int, dtype: torch.dtype) -> Tensor:
     last = num_keys - num_queries
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_(last).triu_(last + 1 - window)
     return torch.zeros(num_queries, num_keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
-
-
-def _weight(part: Attended, log_sum_exp: Tensor) -> Tensor:
-    """Share of a part in the merged softmax, [B, N, H, 1]."""
-    return (part.log_sum_exp - log_sum_exp).exp().transpose(1, 2).unsqueeze(-1).to(part.output.dtype)
 
 
 Capability = tuple[int, int]
