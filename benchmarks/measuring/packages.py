@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+TAG = f"cp{PYTHON.replace('.', '')}"
 SITE = Path(__file__).parents[2] / "build" / "packages" / TAG
 """The unpacked wheels, for this Python."""
 
@@ -27,8 +28,13 @@ REQUIREMENTS = {
 }
 """Modules that the steps import, and the requirement of each where it has another name. Torch is not brought."""
 
+LARGE = ("llvmlite", "numba", "numpy", "scipy")
+"""Those with wheels of many MB, which images with torch mostly have."""
+
 _FROM_SOURCE = "deepspeed"
 """Has no wheels in the index."""
+
+_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
 def missing_packages() -> list[str]:
@@ -56,21 +62,21 @@ def prepare_packages(wheels: Path | None) -> str:
     commands = "\n".join(f"    {line}" for line in bring_commands(missing))
     return (
         f"{sys.executable} lacks {', '.join(missing)}, and {where}: bring them by these commands on a machine with a "
-        f"network, torch and this Python, then give --wheels wheels\n{commands}"
+        f"network, torch and Python {PYTHON}, then give --wheels wheels\n{commands}"
     )
 
 
-def bring_commands(missing: Sequence[str]) -> list[str]:
-    """Commands that fill the folder `wheels` with packages."""
-    built = [_requirement(name) for name in missing if name == _FROM_SOURCE]
-    ready = [_requirement(name) for name in missing if name != _FROM_SOURCE]
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+def bring_commands(missing: Sequence[str], python: str = PYTHON) -> list[str]:
+    """Commands that fill the folder `wheels` with packages for a Python, such as 3.12."""
+    other = ["--python-version", python, *(word for tag in _PLATFORMS for word in ("--platform", tag))]
+    download = ["pip", "download", "--only-binary", ":all:", "-d", "wheels", *(other if python != PYTHON else [])]
     commands = []
-    if built:
-        commands.append(f"python{python} -m pip wheel --no-deps --no-build-isolation -w wheels {shlex.join(built)}")
-    if ready:
-        commands.append(f"python{python} -m pip download --only-binary :all: -d wheels {shlex.join(ready)}")
-    return commands
+    if _FROM_SOURCE in missing:
+        words = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "wheels", _requirement(_FROM_SOURCE)]
+        commands.append(words)
+    if ready := [_requirement(name) for name in missing if name != _FROM_SOURCE]:
+        commands.append([*download, *ready])
+    return [shlex.join(["python3", "-m", *words]) for words in commands]
 
 
 def _requirement(name: str) -> str:

@@ -71,13 +71,24 @@ class Sharing:
         return found | {name: prepared[name] for name in prepared.keys() - inherited.keys()}
 
 
-LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-"""Ranks that take each other for other hosts talk over the network, and this machine's own is enough."""
+LOOPBACK = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    # A plugin of a cluster's network is no help on one host, and NVLink between hosts needs another device.
+    "NCCL_NET": "Socket",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    # Messages of all ranks wait on one device: each holds one of its processors.
+    "NCCL_MAX_P2P_NCHANNELS": "1",
+    "NCCL_MAX_CTAS": "1",
+}
+"""Ranks with another host name each send over the network; that of this host is enough."""
 
 SHARINGS = (
-    # NCCL refuses two ranks with one device on one host. It knows a host by this variable, if it is set.
+    # NCCL refuses two ranks with one device on one host (init.cc, initTransportsRank): until 2.29 by bus, then by UUID.
+    # This variable replaces the name of the host (utils.cc, getHostHash).
     Sharing("one GPU, NCCL_HOSTID", LOOPBACK, own="NCCL_HOSTID"),
-    # NCCL 2.30 and later can be told to allow it.
+    # NCCL 2.30 and later allow it.
     Sharing("one GPU, NCCL_MULTI_RANK_GPU_ENABLE", LOOPBACK | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
 )
 

@@ -43,7 +43,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring.packages import SITE, prepare_packages
+from benchmarks.measuring.packages import LARGE, PYTHON, REQUIREMENTS, SITE, bring_commands, prepare_packages
 from benchmarks.measuring.report import Section, has_gpu, one_line, progress, publish, software
 from deepspeed_ext.runtime.cuda_environment import will_use_cuda
 
@@ -169,22 +169,43 @@ class Campaign:
         return found | ({"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if self._cpu else {})
 
 
-def main(name: str, steps: Sequence[Step], argv: Sequence[str] | None = None, *, description: str = "") -> int:
-    """Run the steps of a command line. Returns 1 if something failed or hung, 2 if packages are missing, else 0."""
+def main(
+    name: str,
+    steps: Sequence[Step],
+    argv: Sequence[str] | None = None,
+    *,
+    description: str = "",
+    limit_s: float = LIMIT_S,
+) -> int:
+    """Run the steps of a command line. Returns 1 if something failed or hung, 2 if packages are missing, else 0.
+
+    Raises:
+        SystemExit: with 0, if there is nothing to run.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="run on CPUs over gloo, to try the program itself")
     parser.add_argument(
         "--step", nargs="+", metavar="NAME", help="only these steps", choices=[each.name for each in steps]
     )
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of all steps (%(default)g)")
+    parser.add_argument("--limit", type=float, default=limit_s, metavar="SECONDS", help="of all steps (%(default)g)")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of the results (%(default)s)")
     parser.add_argument(
         "--wheels", type=Path, metavar="FOLDER", help="take missing packages from wheels in this folder"
     )
+    parser.add_argument(
+        "--bring",
+        nargs="?",
+        const=PYTHON,
+        metavar="3.12",
+        help="print the commands that fill a folder of wheels for a machine without a network and its Python, and end",
+    )
     options = parser.parse_args(argv)
+    if options.bring:
+        print(*bring_commands([each for each in REQUIREMENTS if each not in LARGE], options.bring), sep="\n")
+        sys.exit(0)
     if not (options.cpu or will_use_cuda(os.environ)):
         print("no CUDA GPU here: nothing was run")
-        return 0
+        sys.exit(0)
     if refusal := prepare_packages(options.wheels):
         print(refusal, file=sys.stderr)
         return 2

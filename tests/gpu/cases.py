@@ -1,4 +1,4 @@
-"""The cases of pipelines that `make gpu` plays on real communicators: pure data.
+"""The cases of pipelines that `tests.gpu` plays on real communicators: pure data.
 
 A case is played trial by trial. A trial is one training step; it is cold if the engine, and with it every communicator,
 was made for it. A drain makes one rank wait for its whole device just before one op:
@@ -133,14 +133,14 @@ QUEUES = (32, 8, 1)
 """What the trainer sets, what the driver has, and what Megatron's scripts set."""
 
 
-def cases(*, quick: bool = False) -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """All cases."""
     both = (DrainKind.FREE, DrainKind.SYNCHRONIZE)
-    for queues in QUEUES[:1] if quick else QUEUES:
+    for queues in QUEUES:
         for schedule in ("gpipe", "1f1b", "zero-bubble", OPTIMISED, *OF_SEVERAL_STAGES):
             shapes = SEVERAL_STAGES_EACH if schedule in OF_SEVERAL_STAGES else ONE_STAGE_EACH
-            for shape in shapes[:2] if quick else shapes:
-                drains = both if queues == QUEUES[0] and not quick else ()
+            for shape in shapes:
+                drains = both if queues == QUEUES[0] else ()
                 # A cold trial makes every communicator anew, which takes seconds: the smallest shape alone.
                 cold = drains[1:] if shape == ONE_STAGE_EACH[0] else ()
                 yield Case(schedule, *shape, queues, drains, cold)

@@ -1,68 +1,86 @@
-"""Runs all tests that need a CUDA device, and tells what came of them by file."""
+"""Tests that need a CUDA device, each file in a process of its own: what one breaks, the next does not inherit."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from xml.etree import ElementTree
 
-from benchmarks.measuring.report import Section, progress
+from benchmarks.measuring.report import Section
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment
 from tests.gpu.pipelines import EXACT
 
 ROOT = Path(__file__).parents[2]
-_TIMEOUT_S = 3600
-_NOTHING_FOUND = 5
-"""Exit code of pytest where it collected no test."""
+_MARK = re.compile(r"^(@|    )pytest\.mark\.gpu,?$", re.MULTILINE)
+_NO_WAIT, _ATTENTION = "test_no_wait_in_a_step.py", "test_attention_kernels.py"
+_POLL_S = 1.0
 
 
-def section() -> Section:
-    """The empty table."""
-    return Section("Tests marked gpu", ("file", "passed", "failed", "skipped", "result"))
+def marked_files() -> list[str]:
+    """Files with the mark. Only these are imported: others need packages that an image may lack."""
+    found = (path for path in sorted(ROOT.glob("tests/**/test_*.py")) if _MARK.search(path.read_text("utf-8")))
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
-def add_rows(table: Section, paths: Sequence[object] = ("tests",)) -> None:
-    """Run the marked tests under some paths, and append a row for each file."""
-    progress("tests marked gpu")
+def no_wait() -> Iterator[Section]:
+    """The step in which torch refuses to wait, in ten modes."""
+    return rows([each for each in marked_files() if each.endswith(_NO_WAIT)])
+
+
+def attention_tests() -> Iterator[Section]:
+    """The attention kernels."""
+    return rows([each for each in marked_files() if each.endswith(_ATTENTION)])
+
+
+def other_tests() -> Iterator[Section]:
+    """All other files."""
+    return rows([each for each in marked_files() if not each.endswith((_NO_WAIT, _ATTENTION))])
+
+
+def rows(files: Sequence[object]) -> Iterator[Section]:
+    """Run the marked tests of files; yield the table after each test."""
+    table = Section("Tests marked gpu", ("file", "passed", "failed", "skipped", "s", "result"))
     variables = os.environ | EXACT
     prepare_cuda_environment(variables, num_pipeline_ranks=1)
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        try:
-            done = subprocess.run(
-                [*command, *map(str, paths)],
-                cwd=ROOT,
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=_TIMEOUT_S,
-                check=False,
+        for number, file in enumerate(files):
+            record, start = Path(folder, str(number)), time.monotonic()
+            record.touch()
+            command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider"]
+            process = subprocess.Popen(
+                [*command, "-p", "tests.gpu.recorder", f"--record={record}", str(file)], cwd=ROOT, env=variables
             )
-        except subprocess.TimeoutExpired:
-            table.add("all", "", "", "", f"HUNG: no end within {_TIMEOUT_S} s")
-            return
-        if not report.exists():
-            last = done.stdout.strip().splitlines()[-1:] or ["nothing printed"]
-            table.add("all", "", "", "", f"failed: pytest ended with {done.returncode}: {last[0]}")
-            return
-        _add(table, ElementTree.parse(report))
-    if done.returncode == _NOTHING_FOUND:
-        table.add("all", "", "", "", "failed: no test is marked")
+            table.rows.append(())
+            code = None
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_POLL_S)
+                events = [json.loads(line) for line in record.read_text().splitlines()]
+                table.rows[-1] = (str(file), *_cells(events, time.monotonic() - start, code))
+                yield table
 
 
-def _add(table: Section, report: ElementTree.ElementTree) -> None:
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    first_failure: dict[str, str] = {}
-    for case in report.iter("testcase"):
-        file = case.get("classname", "?").replace(".", "/") + ".py"
-        problem = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
-        counts[file][1 if problem is not None else 2 if case.find("skipped") is not None else 0] += 1
-        if problem is not None:
-            first_failure.setdefault(file, f"failed: {case.get('name')}: {problem.get('message', '')}")
-    for file, (passed, failed, skipped) in sorted(counts.items()):
-        table.add(file, passed, failed, skipped, first_failure.get(file, "ok" if passed else "failed: none ran"))
+def _cells(events: list[dict[str, str]], seconds: float, code: int | None) -> Iterator[str]:
+    """Counts of a file, its seconds and its result; `code` is None while it runs."""
+    ended = [each for each in events if each["outcome"] != "started"]
+    counts = [sum(each["outcome"] == outcome for each in ended) for outcome in ("passed", "failed", "skipped")]
+    yield from (*map(str, counts), f"{seconds:.0f}")
+    bad = next((each for each in ended if each["outcome"] == "failed"), None)
+    last = events[-1]["test"] if events else "its collection"
+    if bad is not None:
+        yield f"failed: {bad['test']}: {bad['message']}"
+    elif code is None:
+        # It stays in the table if the step ends here.
+        yield f"failed: no end of {last}"
+    elif code < 0 or (events and events[-1]["outcome"] == "started"):
+        yield f"failed: pytest ended with {code} in {last}"
+    elif not counts[0]:
+        on_cpu = counts[2] and os.environ.get("DS_ACCELERATOR") == "cpu"
+        yield "skipped" if on_cpu else f"failed: none ran, pytest ended with {code}"
+    else:
+        yield "ok"

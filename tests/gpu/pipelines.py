@@ -136,3 +136,11 @@ def wait_for_device(kind: DrainKind) -> None:
 def play(pipeline: Pipeline, trial: Trial) -> Outcome:
     """`Pipeline.play`, for a world to call."""
     return pipeline.play(trial)
+
+
+def step_of_one_rank(_: None, case: Case) -> Outcome:
+    """The step of a case on this rank, for a world to call."""
+    setup = setup_of(case, case.orders())
+    engine = build(setup, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    loss = engine.train_batch(iter(batches_of(setup, 0))).item()
+    return Outcome(loss, float(engine.get_global_grad_norm()))

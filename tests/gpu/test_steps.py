@@ -74,6 +74,8 @@ def test_packages_that_lack_are_named_and_come_from_wheels(tmp_path: Path, monke
     refusal = packages.prepare_packages(None)
     assert "lacks lacked_one, lacked_two, and no folder of wheels was given: bring them" in refusal
     assert refusal.endswith("-d wheels lacked-one 'two>1'")
+    built, other = packages.bring_commands(["deepspeed", "lacked_one"], "3.99")
+    assert built.endswith("-w wheels deepspeed") and " --python-version 3.99 --platform manylinux" in other
     wheel(wheels, "lacked_one", "py3-none-any", "lacked_one")
     wheel(wheels, "two", "cp30-cp30-linux_x86_64", "lacked_two")
     wheel(wheels, "torch", "py3-none-any", "torch")
@@ -89,5 +91,6 @@ def test_packages_that_lack_are_named_and_come_from_wheels(tmp_path: Path, monke
 
 def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "will_use_cuda", lambda _: False)
-    assert main("facts", [Step("one", f"{HERE}:table_that_ends", 1)], []) == 0
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main("facts", [Step("one", f"{HERE}:table_that_ends", 1)], [])
     assert capsys.readouterr().out == "no CUDA GPU here: nothing was run\n"
