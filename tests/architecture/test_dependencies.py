@@ -14,7 +14,7 @@ from tests.architecture.sources import CODE, ROOT, documents, imports_of, python
 
 PACKAGE_OF = {
     **{"yaml": "pyyaml", "pydantic_core": "pydantic", "megatron": "megatron-core"},
-    **{"docutils": "sphinx", "pygments": "sphinx"},
+    **{"docutils": "sphinx", "pygments": "sphinx", "triton": "torch"},
 }
 """Packages whose modules have other names, or that come with another whose interface hands them out."""
 
