@@ -20,6 +20,10 @@ Kernels that a GPU would launch, in bf16 without dropout, gradients added up in 
 trainer run on the meta device, and `counters` watches them. Of attention it is a token slice in the
 middle of a sequence, four query heads to a key head. The cost of an operator without a module of its own (biases,
 rotations, norms of queries and keys) is the cost of a module with it, less the cost without it.
+
+Memory traffic of the loss of one token slice, in bf16 without its matrix products.
+
+    python -m benchmarks.kernel_counts loss
 """
 
 import argparse
@@ -328,13 +332,38 @@ def _exchanges(model: ModelConfig) -> Both:
 def _loss(model: ModelConfig, ranks: TensorParallelRanks) -> Both:
     """The loss of a vocabulary with padding."""
     embedding = _on_meta(WordEmbedding(model, ranks))
-    targets = torch.empty(ROWS, TOKENS, dtype=torch.int64, device="meta")
-    mask = torch.empty(ROWS, TOKENS, device="meta")
+    return _per(ROWS * TOKENS * len(embedding.weight), _loss_of(embedding, ROWS, TOKENS))
+
+
+def _loss_of(embedding: WordEmbedding, rows: int, tokens: int) -> Both:
+    targets = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+    mask = torch.empty(rows, tokens, device="meta")
 
     def loss(hidden: Tensor) -> Tensor:
         return gpt_loss(tied_logits(embedding, hidden), (targets, mask))
 
-    return _per(ROWS * TOKENS * len(embedding.weight), _both(loss, _numbers(ROWS, TOKENS, HIDDEN)))
+    return _both(loss, _numbers(rows, tokens, embedding.weight.shape[1]))
+
+
+LOSS_TOKENS, LOSS_WORDS = 2048, 128_256
+"""Of the case whose traffic is recorded: the vocabulary of Llama 3."""
+
+
+def loss_bytes(**more: Any) -> tuple[float, float]:
+    """Bytes that the loss of a token slice moves, forward and backward, with other settings of the model."""
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=64,  # moved by products only
+        num_attention_heads=1,
+        seq_length=LOSS_TOKENS,
+        vocab_size=LOSS_WORDS,
+        **more,
+    )
+    forward, backward = (
+        PRECISION.itemsize * each.numbers + each.other_bytes
+        for each in _loss_of(_on_meta(WordEmbedding(model, TensorParallelRanks())), 1, LOSS_TOKENS)
+    )
+    return forward, backward
 
 
 def _embedding(model: ModelConfig, ranks: TensorParallelRanks) -> Both:
@@ -353,9 +382,17 @@ def count_operators(argv: Sequence[str] | None = None) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
+def count_loss(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description="Memory traffic of the loss.").parse_args(argv)
+    print(f"| {LOSS_TOKENS:,} tokens, {LOSS_WORDS:,} words | forward, GB | backward, GB |\n|---|---|---|")
+    for name, more in {"loss": {}, "loss, soft cap": {"logit_softcap": 30.0}}.items():
+        print(f"| {name} | {' | '.join(f'{each / 1e9:.2f}' for each in loss_bytes(**more))} |")
+
+
 def main(argv: Sequence[str] | None = None) -> object:
     """Run the named measurement, by default the first."""
-    return run_named({"kernels": count_kernels, "operators": count_operators}, argv)
+    return run_named({"kernels": count_kernels, "operators": count_operators, "loss": count_loss}, argv)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Pointwise:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function."""
-        if not is_compiled(arguments[0].device.type, os.environ.get(VARIABLE, CHOICES[0])):
+        if not self.is_compiled_on(arguments[0].device):
             return self.function(*arguments)
         try:
             # Whether a tensor requires gradients changes nothing here, and would be compiled for.
@@ -63,6 +63,10 @@ class Pointwise:
                 f"torch cannot compile {self.function.__name__} here ({reason}): set {VARIABLE}=never, or train with "
                 "--compile-pointwise never"
             ) from error
+
+    def is_compiled_on(self, device: torch.device) -> bool:
+        """Whether a call with tensors of a device is compiled."""
+        return is_compiled(device.type, os.environ.get(VARIABLE, CHOICES[0]))
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:

@@ -75,8 +75,8 @@ COMPUTES_NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_em
 OVERWRITES = {"copy_", "fill_", "zero_"}
 """Operators in place that do not read their output."""
 
-LOOK_UPS = {"embedding", "gather", "index_add_", "scatter_add_"}
-"""Operators that touch a part of a table, their first argument: as many numbers as they put out, or add."""
+LOOK_UPS = {"embedding", "gather", "index_add_", "scatter_", "scatter_add_"}
+"""Operators that touch a part of a table, their first argument: as many numbers as they put out, or put in."""
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "_flash_attention_forward", "_flash_attention_backward"}
 """Operators whose bytes are not counted: they are moved during the computation."""
@@ -211,6 +211,7 @@ def compiled_kernels(function: Callable[..., Any], *arguments: Any) -> Kernels:
 
 def _moved_by(node: Any) -> Counter[torch.dtype]:
     """Numbers that a kernel of torch's compiler reads and writes, by type."""
+    from torch._inductor.dependencies import MemoryDep
     from torch._inductor.virtualized import V
 
     moved: Counter[torch.dtype] = Counter()
@@ -219,7 +220,8 @@ def _moved_by(node: Any) -> Counter[torch.dtype]:
         for name in node.get_read_write_buffer_accesses(include_reads=not writes, include_writes=writes):
             largest = int(V.graph.get_numel(name))
             parts: list[tuple[int, Any]] = sorted(
-                ((_offset(each), each) for each in dependencies if each.name == name), key=lambda part: part[0]
+                ((_offset(each), each) for each in dependencies if each.name == name and isinstance(each, MemoryDep)),
+                key=lambda part: part[0],
             )
             number, end = 0, None
             for offset, each in parts:
@@ -260,5 +262,5 @@ def counting(*, compiled: bool) -> Iterator[KernelCounter]:
         counter.moved += known[key].moved
         return result
 
-    with patch.object(Pointwise, "__call__", call), counter:
+    with patch.multiple(Pointwise, __call__=call, is_compiled_on=lambda *_: compiled), counter:
         yield counter

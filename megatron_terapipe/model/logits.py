@@ -5,7 +5,7 @@ bf16. So a token keeps its hidden state from forward to backward, and logits exi
 some tokens:
 
     forward     hidden --> logits of a tile --> loss of its tokens
-    backward    hidden --> logits of a tile, again --> their gradient --> gradients of hidden and weight
+    backward    hidden --> logits of a tile, again --> their gradient, in place --> gradients of hidden and weight
 
 Only logits that do not fit are computed again: the logits computed last are kept for their backward, as long as all
 that are alive, with those of the tile that is being computed, are no more than a limit. Gradients in
@@ -20,7 +20,7 @@ training, 0.39 with the byte tokenizer, and by less later.
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from deepspeed_ext.pointwise import Pointwise
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks, accumulate, linear
+
+IN_CACHE, COPIED_AT_ONCE = 1 << 17, 1 << 26
+"""Logits whose copy in fp32 exists at once where no compiler makes one kernel of the operators: on CPUs, so that it
+stays in a cache, and elsewhere."""
 
 
 class LiveLogits:
@@ -41,9 +46,7 @@ class LiveLogits:
 
     def tiles(self, num_tokens: int, vocabulary: int) -> list[slice]:
         """Split tokens into as few tiles of one size as the limit allows."""
-        count = -(-num_tokens // max(self.limit // vocabulary, 1))
-        size = -(-num_tokens // count)
-        return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+        return _tiles(num_tokens, vocabulary, self.limit)
 
     def make_room(self, number: int) -> None:
         """Free tiles, the oldest first, until there is room for `number` logits.
@@ -63,6 +66,12 @@ class LiveLogits:
         tile = KeptTile(logits)
         self._tiles.append(weakref.ref(tile))
         return tile
+
+
+def _tiles(num_tokens: int, vocabulary: int, limit: int) -> list[slice]:
+    count = -(-num_tokens // max(limit // vocabulary, 1))
+    size = -(-num_tokens // count)
+    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
 class KeptTile:
@@ -146,24 +155,23 @@ class _Rule:
     def logits(self, products: Tensor) -> Tensor:
         """The logits [tokens, V / size] of products, which they take the place of."""
         if self.softcap is not None:
-            products.div_(self.softcap).tanh_().mul_(self.softcap)
+            _cap(products, self.softcap)
         # Not minus infinity: on a rank with padding only, the difference of two would be NaN.
-        products[:, self.words :] = torch.finfo(products.dtype).min
-        return products
+        return self.padded(products, torch.finfo(products.dtype).min)
 
-    def slope(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Derivative of logits [tokens, V / size] by their products, in place where types allow it; None if it is 1."""
-        if self.softcap is None:
-            return None
-        return logits.to(dtype).div_(self.softcap).square_().neg_().add_(1)
+    def padded(self, columns: Tensor, value: float) -> Tensor:
+        """Columns [tokens, V / size], those of padding overwritten with a value."""
+        if self.words < columns.shape[-1]:
+            columns[:, self.words :] = value
+        return columns
 
 
 class _CrossEntropy(torch.autograd.Function):
     """The output layer's product and its loss, in one.
 
-    The gradient of a logit is `p - 1` for the target and `p` for others, `p` its probability. A rank has a part of the
-    vocabulary, so its own softmax gives `p` once it is multiplied by the part's share of the whole sum: two numbers per
-    token travel, whatever the number of tiles, instead of logits (arXiv 1909.08053 section 3).
+    The gradient of a logit is `p - 1` for the target and `p` for others, `p` its probability: its exponential over the
+    sum of all. A rank has a part of the vocabulary, so three numbers per token travel, whatever the number of tiles,
+    instead of logits (arXiv 1909.08053 section 3): the largest logit, the sum, and the logit of the target.
 
     The gradient of the weight is computed at once, also where a schedule defers others: it needs the gradient of the
     logits, which must not be kept.
@@ -171,23 +179,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
-        rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
-        own = targets.flatten() - rule.first_row if ranks.size > 1 else targets.flatten()
-        elsewhere = (own < 0) | (own >= len(weight)) if ranks.size > 1 else None
-        own = (own if elsewhere is None else own.masked_fill(elsewhere, 0)).unsqueeze(-1)
-        parts = _tiled(ctx, rows, weight, own, live, rule, _sums if ranks.size > 1 else _losses)
-        losses, share = (parts[0], None) if ranks.size == 1 else _over_ranks(*parts, elsewhere, ranks)
-        ctx.save_for_backward(hidden, weight, own, elsewhere, share)
-        ctx.parameter, ctx.ranks, ctx.live, ctx.rule = weight, ranks, live, rule
-        return losses.view_as(targets)
+        largest, total, of_target = _sums(ctx, hidden, weight, targets, ranks, live, rule, is_part=ranks.size > 1)
+        return (largest - of_target).add_(total.log()).view_as(targets)
 
     @staticmethod
     def backward(ctx, output_gradient):
-        hidden, weight, own, elsewhere, share = ctx.saved_tensors
-        above = output_gradient.flatten().unsqueeze(-1)
-        of_each = above if share is None else above * share
-        of_target = above.neg() if elsewhere is None else above.masked_fill(elsewhere.unsqueeze(-1), 0).neg_()
-        return *_of_products(ctx, hidden, weight, own, of_each, of_target), None, None, None, None
+        return *_gradients(ctx, output_gradient, output_gradient.neg()), None, None, None, None
 
 
 class _PartSums(torch.autograd.Function):
@@ -198,66 +195,73 @@ class _PartSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
-        rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
-        own = targets.flatten() - rule.first_row
-        elsewhere = (own < 0) | (own >= len(weight))
-        own = own.masked_fill(elsewhere, 0).unsqueeze(-1)
-        largest, log_sum, of_target = _tiled(ctx, rows, weight, own, live, rule, _sums)
-        of_target = of_target.masked_fill(elsewhere, 0)
-        log_sum, share = largest + log_sum, None
-        if ranks.size > 1:
-            own_sum = log_sum
-            log_sum = _log_sum_over_ranks(own_sum, ranks)
-            share = (own_sum - log_sum).exp_().unsqueeze(-1)
-            dist.all_reduce(of_target, group=ranks.group)
-        ctx.save_for_backward(hidden, weight, own, elsewhere, share)
-        ctx.parameter, ctx.ranks, ctx.live, ctx.rule = weight, ranks, live, rule
-        return log_sum.view_as(targets), of_target.view_as(targets)
+        largest, total, of_target = _sums(ctx, hidden, weight, targets, ranks, live, rule, is_part=True)
+        return (largest + total.log()).view_as(targets), of_target.view_as(targets)
 
     @staticmethod
     def backward(ctx, of_log_sum, of_target):
-        hidden, weight, own, elsewhere, share = ctx.saved_tensors
-        of_each = of_log_sum.flatten().unsqueeze(-1)
-        of_target = of_target.flatten().masked_fill(elsewhere, 0).unsqueeze(-1)
-        if share is not None:
-            of_each = of_each * share
-        return *_of_products(ctx, hidden, weight, own, of_each, of_target), None, None, None, None
+        return *_gradients(ctx, of_log_sum, of_target), None, None, None, None
 
 
-def _tiled(
+def _sums(
     ctx: Any,
-    rows: Tensor,
+    hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    ranks: TensorParallelRanks,
     live: LiveLogits,
     rule: _Rule,
-    compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-) -> list[Tensor]:
-    """Results of `compute` for the logits of all tokens, each [tokens]; tiles are kept for the backward."""
-    found, ctx.kept = [], []
+    *,
+    is_part: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit, sum of the exponentials of the logits less the largest, and the target's logit, each [tokens, 1].
+
+    Args:
+        is_part: whether there are other rows of the weight, with targets that are not of these: their logit is 0.
+    """
+    rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
+    own, elsewhere = targets.reshape(-1, 1), None
+    if is_part:
+        own = own - rule.first_row
+        elsewhere = (own < 0) | (own >= len(weight))
+        own = own.masked_fill(elsewhere, 0)
+    found, of_own_rows, ctx.kept = [], [], []
     ctx.tiles = live.tiles(len(rows), len(weight))
     for tile in ctx.tiles:
         live.make_room((tile.stop - tile.start) * len(weight))
         logits = rule.logits(F.linear(rows[tile], weight))
-        found.append(compute(logits, targets[tile]))
+        found += [_exponentials(logits[part]) for part in _parts(logits)]
+        of_own_rows.append(logits.gather(-1, own[tile]))
         ctx.kept.append(live.keep(logits) if any(ctx.needs_input_grad) else None)
         del logits
-    return [each[0] if len(found) == 1 else torch.cat(each) for each in zip(*found, strict=True)]
+    largest, total = map(_joined, zip(*found, strict=True))
+    of_own = _joined(of_own_rows).to(total.dtype)
+    of_target = of_own if elsewhere is None else of_own.masked_fill(elsewhere, 0)
+    if ranks.size > 1:
+        of_these, largest = largest, largest.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
+        sums = torch.stack(((of_these - largest).exp_().mul_(total), of_target))
+        dist.all_reduce(sums, group=ranks.group)
+        total, of_target = sums.unbind()
+    ctx.save_for_backward(hidden, weight, own, elsewhere, largest, total, of_own)
+    ctx.parameter, ctx.ranks, ctx.live, ctx.rule = weight, ranks, live, rule
+    return largest, total, of_target
 
 
-def _of_products(
-    ctx: Any, hidden: Tensor, weight: Tensor, own: Tensor, of_each: Tensor, of_target: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden state and weight.
+def _gradients(ctx: Any, of_log_sum: Tensor, of_target: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden state and weight, from those of the logarithm of the sum and of the target's logit, [B, N].
 
-    Args:
-        hidden: [B, n, hidden].
-        weight: [rows, hidden] of this rank.
-        own: [tokens, 1], row of the target.
-        of_each: [tokens, 1], gradient of a logit over its probability among those of this rank.
-        of_target: [tokens, 1], added to the gradient of the target's logit.
+    The gradients of logits take the place of the logits.
     """
-    ranks: TensorParallelRanks = ctx.ranks
+    hidden, weight, own, elsewhere, largest, total, of_own = ctx.saved_tensors
+    ranks, rule = ctx.ranks, ctx.rule
+    factor, of_target = of_log_sum.reshape(-1, 1) / total, of_target.reshape(-1, 1)
+    if elsewhere is not None:
+        of_target = of_target.masked_fill(elsewhere, 0)
+    at_own = torch.addcmul(of_target, (of_own - largest).exp_(), factor)
+    if rule.softcap is not None:
+        at_own *= _slope(of_own, rule.softcap)
+    at_own = at_own.to(weight.dtype)
     rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
     of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
     of_hidden = of_weight = None
@@ -265,63 +269,60 @@ def _of_products(
         logits = kept.take()
         if logits is None:
             ctx.live.make_room((tile.stop - tile.start) * len(weight))
-            logits = ctx.rule.logits(F.linear(rows[tile], weight))
-        gradient = torch.softmax(logits, -1, dtype=of_each.dtype)
-        slope = ctx.rule.slope(logits, gradient.dtype)
-        del logits
-        gradient.mul_(of_each[tile]).scatter_add_(-1, own[tile], of_target[tile])
-        if slope is not None:
-            gradient.mul_(slope)
-            del slope
-        gradient[:, ctx.rule.words :] = 0
-        gradient = gradient.to(weight.dtype)
+            logits = rule.logits(F.linear(rows[tile], weight))
+        for part in _parts(logits):
+            _to_gradient(logits[part], largest[tile][part], factor[tile][part], rule.softcap)
+        rule.padded(logits.scatter_(-1, own[tile], at_own[tile]), 0)
         if of_rows is not None:
-            torch.mm(gradient, weight, out=of_rows[tile])
+            torch.mm(logits, weight, out=of_rows[tile])
             if tile.start == 0:
                 # The first tile comes last: the sum over ranks runs during its other product.
                 of_hidden = ranks.start_complete(of_rows.view(len(hidden), -1, hidden.shape[-1]))
         if ctx.needs_input_grad[1]:
-            of_weight = accumulate(ctx.parameter, gradient, rows[tile], of_weight)
-        del gradient
+            of_weight = accumulate(ctx.parameter, logits, rows[tile], of_weight)
+        del logits
     return None if of_hidden is None else of_hidden(), of_weight
 
 
-def _at_least_fp32(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor]:
-    """Cross-entropy [tokens] of one rank that has the whole vocabulary; targets are [tokens, 1]."""
-    return (F.log_softmax(logits, -1, dtype=_at_least_fp32(logits)).gather(-1, targets).squeeze(-1).neg_(),)
+def _parts(logits: Tensor) -> list[slice]:
+    """Rows of logits [tokens, vocabulary] that are in work at once: all where no operator makes a copy in fp32."""
+    if _exponentials.is_compiled_on(logits.device):
+        return [slice(None)]
+    return _tiles(*logits.shape, IN_CACHE if logits.device.type == "cpu" else COPIED_AT_ONCE)
 
 
-def _sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, logarithm of the sum of exponentials of the logits less the largest, and the target's logit."""
-    largest, where = logits.max(-1, keepdim=True)
-    log_probabilities = F.log_softmax(logits, -1, dtype=_at_least_fp32(logits))
-    # That of the largest is 0 less the logarithm sought.
-    log_sum = log_probabilities.gather(-1, where).neg_()
-    columns = (largest.to(log_sum.dtype), log_sum, logits.gather(-1, targets).to(log_sum.dtype))
-    return tuple(column.squeeze(-1) for column in columns)
+@Pointwise
+def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest logit, and sum of the exponentials of the logits less the largest, [tokens, 1] in at least fp32.
+
+    Torch's compiler finds both in one pass over logits in this order of operators.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = logits.amax(-1, keepdim=True)
+    return largest, (logits - largest).exp_().sum(-1, keepdim=True)
 
 
-def _log_sum_over_ranks(own: Tensor, ranks: TensorParallelRanks) -> Tensor:
-    """Logarithm [tokens] of the sum of exponentials over all ranks, from that of each."""
-    of_all = own.clone()
-    dist.all_reduce(of_all, dist.ReduceOp.MAX, group=ranks.group)
-    total = (own - of_all).exp_()
-    dist.all_reduce(total, group=ranks.group)
-    return total.log_().add_(of_all)
+@Pointwise
+def _to_gradient(logits: Tensor, largest: Tensor, factor: Tensor, softcap: float | None) -> None:
+    """Put the gradients of products in place of their logits: exponentials less the largest, times a factor."""
+    gradient = logits.to(largest.dtype)
+    slope = None if softcap is None else _slope(gradient, softcap)
+    gradient.sub_(largest).exp_().mul_(factor)
+    if slope is not None:
+        gradient.mul_(slope)
+    logits.copy_(gradient)
 
 
-def _over_ranks(
-    largest: Tensor, log_sum: Tensor, of_target: Tensor, elsewhere: Tensor, ranks: TensorParallelRanks
-) -> tuple[Tensor, Tensor]:
-    """Losses [tokens], and the share [tokens, 1] of the sum of exponentials of this rank's vocabulary."""
-    of_all = largest.clone()
-    dist.all_reduce(of_all, dist.ReduceOp.MAX, group=ranks.group)
-    own_sum = (largest - of_all).exp_() * log_sum.exp()
-    sums = torch.stack((own_sum, (of_target - of_all).masked_fill_(elsewhere, 0)))
-    dist.all_reduce(sums, group=ranks.group)
-    total, of_target = sums.unbind()
-    return total.log() - of_target, (own_sum / total).unsqueeze(-1)
+@Pointwise
+def _cap(products: Tensor, softcap: float) -> None:
+    """Put logits in place of products."""
+    products.div_(softcap).tanh_().mul_(softcap)
+
+
+def _slope(logits: Tensor, softcap: float) -> Tensor:
+    """Derivative of logits by their products."""
+    return (logits / softcap).square_().neg_().add_(1)

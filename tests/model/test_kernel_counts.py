@@ -2,7 +2,15 @@
 
 import pytest
 
-from benchmarks.kernel_counts import MODELS, SIZES, kernels, key_value_sums
+from benchmarks.kernel_counts import (
+    LOSS_TOKENS,
+    LOSS_WORDS,
+    MODELS,
+    SIZES,
+    kernels,
+    key_value_sums,
+    loss_bytes,
+)
 from benchmarks.measuring.counters import compiled_kernels
 from megatron_terapipe.config import ModelConfig
 
@@ -24,6 +32,12 @@ def test_kernels_of_a_layer(name: str) -> None:
 def test_gradients_of_keys_add_up_in_four_kernels_a_backward_however_many_token_slices_are_before_it() -> None:
     # Its own keys and values, and those before it; the last token slice has none to add, the first none before it.
     assert [key_value_sums(token_slices) for token_slices in (1, 2, 16)] == [0, 4, 60]
+
+
+@pytest.mark.parametrize(("more", "passes"), [({}, 3), ({"logit_softcap": 30.0}, 5)], ids=["loss", "soft cap"])
+def test_the_loss_reads_logits_twice_and_writes_their_gradients_once(more: dict[str, float], passes: int) -> None:
+    """A soft cap is another read and write. It was 13 passes over logits in bf16."""
+    assert sum(loss_bytes(**more)) == pytest.approx(passes * 2 * LOSS_TOKENS * LOSS_WORDS, rel=1e-3)
 
 
 def test_the_counter_tells_one_kernel_from_two() -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.counters import LiveBytes
+from megatron_terapipe.model import logits
 from megatron_terapipe.model.logits import LiveLogits, Logits
 from tests.model.whole_and_parts import ALONE, drawn
 
@@ -37,8 +38,8 @@ class Head:
 
     def forward(self, index: int) -> Tensor:
         """Loss of a token slice, its tokens weighted."""
-        logits = Logits(self.hidden[index], self.weight, ALONE, self.live, words=self.words, softcap=self.softcap)
-        losses = logits.cross_entropy(self.targets[index])
+        output = Logits(self.hidden[index], self.weight, ALONE, self.live, words=self.words, softcap=self.softcap)
+        losses = output.cross_entropy(self.targets[index])
         return (losses * drawn(*losses.shape, seed=index, dtype=losses.dtype)).sum()
 
     def step(self, *, last_first: bool = True) -> list[Tensor]:
@@ -98,9 +99,9 @@ def test_padding_has_no_effect_and_a_cap_bends_logits(words: int, softcap: float
     hidden = [each.detach().requires_grad_() for each in head.hidden]
     expected = []
     for index, targets in enumerate(head.targets):
-        logits = (hidden[index] @ weight.T).flatten(0, 1)
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        products = (hidden[index] @ weight.T).flatten(0, 1)
+        products = products if softcap is None else softcap * torch.tanh(products / softcap)
+        losses = F.cross_entropy(products, targets.flatten(), reduction="none")
         expected.append((losses * drawn(ROWS, LENGTHS[index], seed=index).flatten()).sum())
     sum(expected).backward()
     whole_gradient = F.pad(weight.grad, (0, 0, 0, VOCABULARY - words))
@@ -110,18 +111,27 @@ def test_padding_has_no_effect_and_a_cap_bends_logits(words: int, softcap: float
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [2, 6, 24])
-def test_no_more_than_the_limit_is_ever_alive(share: int, dtype: torch.dtype) -> None:
-    """A tile may also exist as probabilities in fp32, and, if logits have fewer digits, as logits in fp32."""
+def test_no_more_than_the_limit_is_ever_alive(share: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients take the place of logits. Copies in fp32 are those of a few tokens."""
+    monkeypatch.setattr(logits, "IN_CACHE", 2 * VOCABULARY)
     limit = ALL // share
     head = Head(limit, dtype)
     with LiveBytes() as live:
         head.step()
     others = 4 * head.weight.numel() * 4
-    tile = max(part.stop - part.start for length in LENGTHS for part in head.live.tiles(ROWS * length, VOCABULARY))
+    # Logits in fp32, if they have fewer digits, and their exponentials.
     in_work = 4 if dtype is torch.float32 else 8
-    bound = limit * dtype.itemsize + tile * VOCABULARY * in_work + others
-    assert live.peak <= bound
-    assert share == 2 or bound < 4 * ALL, "the bound would not notice log-probabilities of all tokens"
+    assert live.peak <= limit * dtype.itemsize + logits.IN_CACHE * in_work + others
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_in_work_at_once_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for at_once in (1, 5 * VOCABULARY, ALL):
+        monkeypatch.setattr(logits, "IN_CACHE", at_once)
+        found.append(Head(ALL, dtype, words=2000, softcap=0.7).step())
+    for other in found[1:]:
+        assert all(torch.equal(one, its) for one, its in zip(found[0], other, strict=True))
 
 
 def test_only_logits_that_do_not_fit_are_recomputed() -> None:

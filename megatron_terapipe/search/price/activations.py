@@ -87,13 +87,13 @@ def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
         return LogitLimits(inf, inf)
     return LogitLimits(
         float(software.logits_at_once * element_bytes),
-        float(software.logits_at_once * _loss_working_bytes(element_bytes)),
+        float(software.logits_at_once * _loss_working_bytes(software, element_bytes)),
     )
 
 
-def _loss_working_bytes(element_bytes: int) -> int:
-    """Extra bytes of a logit while its gradient is computed: a probability in fp32, and a copy in fp32."""
-    return LOSS_BYTES if element_bytes == LOSS_BYTES else 2 * LOSS_BYTES
+def _loss_working_bytes(software: Software, element_bytes: int) -> int:
+    """Extra bytes of a logit while its gradient is computed: a probability in fp32, and the gradient."""
+    return 0 if software.loss_in_place else LOSS_BYTES + element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +142,8 @@ class LayerMemory:
             return self.block(recompute)
         logits = sum(product.outputs for product in layer.products) / size
         limited = software.logits_at_once is not None
-        kept_bytes, working_bytes = LOSS_BYTES, LOSS_BYTES + element_bytes
-        if limited:
-            kept_bytes, working_bytes = element_bytes, _loss_working_bytes(element_bytes)
-        elif software.loss_in_place:
-            kept_bytes, working_bytes = element_bytes, 0
+        kept_bytes = element_bytes if limited or software.loss_in_place else LOSS_BYTES
+        working_bytes = _loss_working_bytes(software, element_bytes)
         freed = inputs if limited else -element_bytes * logits
         return TokenMemory(
             inputs, logits=kept_bytes * logits, working=working_bytes * logits, freed_by_input_gradient=freed
