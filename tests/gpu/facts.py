@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.nn import attention as torch_attention
 
 from benchmarks.measuring.report import Section, has_gpu
 from deepspeed_ext.plan.errors import UserError
@@ -208,13 +209,14 @@ def attention(shapes: Sequence[tuple[int, int]], long: tuple[int, int], repeats:
             except Exception as error:
                 errors.fail(name, error)
             yield errors
-    activate = getattr(flash_kernels, "activate_flash_attention", None) or flash_kernels.activate_flash_attention_3
-    if activated := activate(device):
+    _, query, key, _ = _drawn(device, torch.bfloat16, 128, 128, 4, 4, 64)
+    rates.notes += [line.strip() for line in flash_kernels.activate_flash_attention([(query, key, None)])]
+    # Since torch 2.11.
+    if newer := getattr(torch_attention, "current_flash_attention_impl", lambda: None)():
         for size in (64, 128):
-            rates.guarded(
-                "FA3" if activated is True else str(activated), lambda size=size: _rate(device, *long, size, repeats)
-            )
+            rates.guarded(newer, lambda size=size: _rate(device, *long, size, repeats))
             yield rates
+    yield rates
 
 
 TOLERANCES = {torch.bfloat16: (1e-2, 2e-2), torch.float32: (1e-5, 2e-5)}

@@ -90,12 +90,14 @@ def test_attention_fits_the_kernels_of_this_torch(monkeypatch: pytest.MonkeyPatc
         return CudaFlash(window) if query.dtype is torch.bfloat16 else PlainAttention(window=window)
 
     monkeypatch.setattr(facts.flash_kernels, "kernel_for", kernel_for)
+    monkeypatch.setattr(facts.flash_kernels, "activate_flash_attention", lambda samples: [" attention by FA3"])
+    monkeypatch.setattr(facts.torch_attention, "current_flash_attention_impl", lambda: "FA3")
     tables = last(facts.attention([(1, 0), (7, 33), (8, 200)], (32, 64), 1))
     assert [row[4:] for row in tables["Attention"]] == [
         (kernel, "0.0e+00", "0.0e+00, 0.0e+00, 0.0e+00", "ok") for kernel in ["CudaFlash"] * 3 + ["PlainAttention"] * 3
     ]
     rates = tables["Attention of a layer"]
-    assert rates == [("torch", size, "2000", "0", "2000", "0") for size in ("64", "128")]
+    assert rates == [(name, size, "2000", "0", "2000", "0") for name in ("torch", "FA3") for size in ("64", "128")]
 
 
 @pytest.mark.usefixtures("device")
