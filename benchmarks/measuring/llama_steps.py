@@ -75,7 +75,7 @@ def training(model: str, seq_length: int, token_slices: int) -> Iterator[Section
             "The plain loop keeps weights and optimizer in one dtype, which favours it; its first weights are others."
         ],
     )
-    samples = sample_heads(config, torch.device(get_accelerator().current_device_name()), torch.bfloat16)
+    samples = sample_heads(config, torch.device(get_accelerator().current_device_name()), dtype)
     steps.notes += [f"{name}: {line.strip()}" for line in activate_flash_attention(samples)]
     measured = _first_that_fits(config, token_slices, name, steps)
     if measured is not None:

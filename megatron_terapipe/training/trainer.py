@@ -339,14 +339,14 @@ class Trainer:
         self._report(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
 
 
-def sample_heads(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor, int | None]]:
-    """Random queries, keys and the window of each kind of layer."""
-    generator = torch.Generator().manual_seed(0)
+def sample_heads(model: ModelConfig, device: torch.device, dtype: str) -> list[tuple[Tensor, Tensor, int | None]]:
+    """Queries, keys and the window of each kind of layer."""
 
     def heads(tokens: int, number: int) -> Tensor:
-        return torch.randn(1, tokens, number, model.kv_channels, generator=generator).to(device, dtype)
+        numbers = torch.arange(tokens * number * model.kv_channels, device=device).sin()
+        return numbers.view(1, tokens, number, -1).to(
+            {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        )
 
     kinds = {(block.num_key_value_heads, block.window) for block in model.blocks if block.num_key_value_heads}
     return [(heads(128, model.num_attention_heads), heads(256, groups), window) for groups, window in kinds]
@@ -357,16 +357,8 @@ def attention_notes(config: Config, device: torch.device) -> list[str]:
     if device.type == "cpu":
         return []
     lines = []
-    if (
-        config.precision.dtype != "fp32"
-        and not config.model.attention_dropout
-        and config.model.attention_softcap is None
-    ):
-        lines = activate_flash_attention(
-            sample_heads(config.model, device, torch.bfloat16 if config.precision.dtype == "bf16" else torch.float16),
-            packed=config.data.reset_attention_mask,
-            newer=not config.training.deterministic_mode,  # Their backward may sum in any order.
-        )
+    if not config.model.attention_dropout and config.model.attention_softcap is None:
+        lines = activate_flash_attention(sample_heads(config.model, device, config.precision.dtype))
     if config.precision.dtype == "fp32":
         lines.append(
             " warning: fp32 uses a small part of a GPU: train with --bf16, or round products to TF32 with "

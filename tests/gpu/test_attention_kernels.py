@@ -41,7 +41,7 @@ def flash(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     query, key = (torch.randn(1, tokens, HEADS, 64, device="cuda").bfloat16() for tokens in (128, 256))
-    choice = activate_flash_attention([(query, key, window) for window in (None, 100)], packed=True)
+    choice = activate_flash_attention([(query, key, window) for window in (None, 100)])
     if torch_attention.current_flash_attention_impl() is None:
         pytest.skip(f"no newer one is here:{' '.join(choice)}")
     yield

@@ -45,7 +45,7 @@ def test_kinds_of_layers_that_flash_attention_is_tried_on() -> None:
         "--attention-dropout 0 --group-query-attention --num-query-groups 2 --window-size 7,0 --window-attn-skip-freq 2"
     )
     model = parse_arguments((REQUIRED + flags).split()).model
-    samples = sample_heads(model, torch.device("cpu"), torch.bfloat16)
+    samples = sample_heads(model, torch.device("cpu"), "bf16")
     assert {(query.shape, key.shape, window) for query, key, window in samples} == {
         ((1, 128, 4, 16), (1, 256, 2, 16), window) for window in (None, 8)
     }

@@ -256,12 +256,7 @@ def _adds_products(device: torch.device, operands: torch.dtype, total: torch.dty
         torch.addmm(found, ones, ones, total, out=found)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         if device.type != "cpu":
-            reason = str(error).partition("\n")[0]
-            log_dist(
-                f"torch {torch.__version__} has no product of {operands} that adds to {total} on {device.type} "
-                f"({reason}): gradients of weights take one more kernel, and more memory",
-                ranks=[0],
-                level=logging.WARNING,
-            )
+            reason = f"{device.type} adds no products of {operands} to {total} ({str(error).partition(chr(10))[0]})"
+            log_dist(f"gradients of weights take two kernels: {reason}", ranks=[0], level=logging.WARNING)
         return False
     return bool((found == 17).all())
