@@ -356,9 +356,8 @@ def attention_notes(config: Config, device: torch.device) -> list[str]:
     """Activate flash attention, and return lines for the log: the one in use, and settings that make a device slow."""
     if device.type == "cpu":
         return []
-    lines = []
-    if not config.model.attention_dropout and config.model.attention_softcap is None:
-        lines = activate_flash_attention(sample_heads(config.model, device, config.precision.dtype))
+    fused = not config.model.attention_dropout and config.model.attention_softcap is None
+    lines = activate_flash_attention(sample_heads(config.model, device, config.precision.dtype)) if fused else []
     if config.precision.dtype == "fp32":
         lines.append(
             " warning: fp32 uses a small part of a GPU: train with --bf16, or round products to TF32 with "
