@@ -24,9 +24,18 @@ rotations, norms of queries and keys) is the cost of a module with it, less the 
 Memory traffic of the loss of one token slice, in bf16 without its matrix products.
 
     python -m benchmarks.kernel_counts loss
+
+Time of the host for a layer and token slice: Python, autograd, guards of compiled functions and torch's dispatcher.
+
+    python -m benchmarks.kernel_counts host
+
+Layers run on the CPU with two tokens to a token slice, so that kernels take next to no time, and without attention's
+kernel. A launch on a device takes more than the call of a small CPU kernel: some 2 to 4 us each, to be added.
 """
 
 import argparse
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,9 +48,10 @@ from torch import Tensor, nn
 from benchmarks.measuring.command import run_named
 from benchmarks.measuring.counters import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.pointwise import VARIABLE
 from deepspeed_ext.runtime.attention import sequence_state
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
-from deepspeed_ext.runtime.attention.kernels import Gradients
+from deepspeed_ext.runtime.attention.kernels import Attended, Gradients
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.attention.token_slice_attention import KeysOfSequence
 from deepspeed_ext.runtime.gradients import weight_gradients
@@ -52,7 +62,7 @@ from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import Activation, DropoutSite, TransformerBlock, residual_dropout
 from megatron_terapipe.model.embedding import WordEmbedding, tied_logits
 from megatron_terapipe.model.gpt import gpt_loss
-from megatron_terapipe.model.norm import NORMS
+from megatron_terapipe.model.norm import NORMS, Sum
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, TensorParallelRanks
 
 SIZES = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 256}
@@ -191,8 +201,8 @@ def operators() -> dict[str, Both]:
     head_norm = tuple(Counted(each.kernels / 2, each.numbers, each.other_bytes) for each in norms)
     forward, backward = plain[0]
     return {
-        "layernorm": _per(states, _module(NORMS["layernorm"](model, ranks))),
-        "rmsnorm": _per(states, _module(NORMS["rmsnorm"](_model(), ranks))),
+        "layernorm": _per(states, _norm_of_sum("layernorm")[0]),
+        "rmsnorm": _per(states, _norm_of_sum("rmsnorm")[0]),
         "residual": _per(states, _residual(ranks)),
         "activation": _per(states, _module(Activation("gelu"))),
         "gated_activation": _per(states, _module(Activation("swiglu"), width=2 * HIDDEN)),
@@ -256,18 +266,19 @@ def _numbers(*shape: int) -> Tensor:
     return torch.empty(*shape, device="meta", dtype=PRECISION, requires_grad=True)
 
 
-def _both(function: Callable[..., Tensor], *arguments: Tensor) -> Both:
+def _both(function: Callable[..., Any], *arguments: Any) -> Both:
     """Count a function, forward and backward."""
     with counting(compiled=True) as forward:
         output = function(*arguments)
     return Counted.of(forward), _backward(output)
 
 
-def _backward(output: Tensor) -> Counted:
+def _backward(output: Tensor | tuple[Tensor, ...]) -> Counted:
+    outputs = (output,) if isinstance(output, Tensor) else output
     # Of a loss the gradient is one number.
-    gradient = torch.ones((), device="meta") if not output.dim() else torch.empty_like(output)
+    gradients = [torch.empty_like(each) if each.dim() else torch.ones((), device="meta") for each in outputs]
     with counting(compiled=True) as counter:
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(outputs, gradients)
     return Counted.of(counter)
 
 
@@ -279,16 +290,28 @@ def _linear(ranks: TensorParallelRanks, *, bias: bool) -> Both:
     return _module(ColumnParallelLinear(HIDDEN, HIDDEN, ranks, lambda *_: None, bias=bias))
 
 
+def _norm_of_sum(name: str) -> tuple[Both, Both]:
+    """A norm whose input is the residual, too; and more than that, the sum that is its input."""
+
+    def count(added: Tensor | None) -> Both:
+        norm = _on_meta(NORMS[name](_model(), TensorParallelRanks()))
+        return _both(lambda hidden: norm(Sum(hidden, added, 1.0)), _numbers(ROWS, TOKENS, HIDDEN))
+
+    known = count(None)
+    return known, _less(count(_numbers(ROWS, TOKENS, HIDDEN).detach()), known)
+
+
 def _residual(ranks: TensorParallelRanks) -> Both:
-    """The sum with the residual, and in the backward the sum of the gradients of both ways."""
+    """The mean of the sums of a layer: one in the pass of the norm after it, and one apart."""
     past = SequenceState(TokenSlices((TOKENS,))).past(0, 0)
 
-    def onto_itself(hidden: Tensor) -> Tensor:
-        # Of something computed: autograd itself keeps the gradients of a leaf.
-        hidden = hidden.view_as(hidden)
-        return residual_dropout(hidden.view_as(hidden), 0.0, DropoutSite.MLP, past, ranks, hidden)
-
-    return _both(onto_itself, _numbers(ROWS, TOKENS, HIDDEN))
+    hidden = _numbers(ROWS, TOKENS, HIDDEN)
+    with counting(compiled=True) as counter:
+        residual_dropout(hidden, 0.0, DropoutSite.MLP, past, ranks, hidden)
+    (within, backward), apart = _norm_of_sum("rmsnorm")[1], Counted.of(counter)
+    # Its backward hands on the gradient as it is.
+    forward = Counted(*((one + other) / 2 for one, other in zip(apart._values, within._values, strict=True)))
+    return forward, backward
 
 
 def _attention(model: ModelConfig) -> tuple[Both, Both]:
@@ -390,9 +413,64 @@ def count_loss(argv: Sequence[str] | None = None) -> None:
         print(f"| {name} | {' | '.join(f'{each / 1e9:.2f}' for each in loss_bytes(**more))} |")
 
 
+class _NoAttention:
+    """Attention without its computation."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        return Attended(torch.empty_like(query), query.new_empty(query.shape[0], query.shape[2], query.shape[1]))
+
+    def backward(self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Gradients:
+        return Gradients.cut(*(each.new_empty(each.shape) for each in (query, key, value)))
+
+
+def host_times(model: ModelConfig, rounds: int) -> tuple[float, float]:
+    """Least seconds of the host for one layer and token slice in the middle of a sequence, forward and backward."""
+    length = model.seq_length // 4
+    layers = [TransformerBlock(model, block, TensorParallelRanks()) for block in model.blocks]
+    for weight in (weight for layer in layers for weight in layer.parameters()):
+        weight.accumulated_gradient = AccumulatedGradient(torch.zeros_like(weight), weight.dtype)
+    found = []
+    with patch.object(sequence_state, "kernel_for", lambda *_: _NoAttention()):
+        for _ in range(rounds + 2):
+            state, outputs, times = SequenceState(TokenSlices((length,) * 4)), [], []
+            for token_slice in range(4):
+                hidden = torch.zeros(1, length, model.hidden_size, requires_grad=True)
+                start = time.perf_counter()
+                for number, layer in enumerate(layers):
+                    hidden = layer(hidden, state.past(number, token_slice))
+                times.append((time.perf_counter() - start) / len(layers))
+                outputs.append(hidden)
+            for output in reversed(outputs):
+                gradient = torch.zeros_like(output)
+                start = time.perf_counter()
+                torch.autograd.backward(output, gradient)
+                times.append((time.perf_counter() - start) / len(layers))
+                for layer in layers:
+                    layer.zero_grad()
+            found.append((times[2], times[5]))
+    forward, backward = (min(each) for each in zip(*found[2:], strict=True))
+    return forward, backward
+
+
+def time_host(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Time of the host for a layer and token slice.")
+    parser.add_argument("--rounds", type=int, default=50, help="of which the fastest is taken")
+    rounds = parser.parse_args(argv).rounds
+    torch.set_num_threads(1)
+    print("| layer | pointwise functions | forward, ms | backward, ms |\n|---|---|---|---|")
+    for name, parts in list(MODELS.items())[:2]:
+        sizes = {**SIZES, **parts, "num_layers": 8, "hidden_size": 32, "seq_length": 8, "ffn_hidden_size": 48}
+        for choice, words in (("never", "as written"), ("always", "compiled")):
+            with patch.dict(os.environ, {VARIABLE: choice}):
+                cells = (f"{1e3 * each:.2f}" for each in host_times(ModelConfig(**sizes), rounds))
+                print(f"| {name} | {words} | {' | '.join(cells)} |", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> object:
     """Run the named measurement, by default the first."""
-    return run_named({"kernels": count_kernels, "operators": count_operators, "loss": count_loss}, argv)
+    commands = {"kernels": count_kernels, "operators": count_operators, "loss": count_loss, "host": time_host}
+    return run_named(commands, argv)
 
 
 if __name__ == "__main__":

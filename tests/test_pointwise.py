@@ -32,10 +32,28 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
     "swiglu_backward": (block._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
     "geglu": (block._gated, lambda: (numbers(2, 6, 16), "tanh")),
     "geglu_backward": (block._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
-    "rms_norm": (norm._rms_norm, lambda: (numbers(2, 6, 16), numbers(16), 1e-5, False)),
+    "rms_norm": (norm._norm_of_sum, lambda: (numbers(2, 6, 16), None, 1.0, norm._rms_norm, numbers(16), 1e-5, False)),
     "rms_norm_backward": (
-        norm._rms_norm_backward,
-        lambda: (numbers(2, 6, 16), numbers(2, 6, 16), numbers(16), numbers(2, 6, 1), True),
+        norm._gradient_of_sum,
+        lambda: (
+            *(numbers(2, 6, 16), None, norm._rms_norm_backward),
+            *(numbers(2, 6, 16), numbers(16), numbers(2, 6, 1), True),
+        ),
+    ),
+    "norm_of_sum": (
+        norm._norm_of_sum,
+        lambda: (numbers(2, 6, 16), numbers(2, 6, 16), 0.5, norm._rms_norm, numbers(16), 1e-5, True),
+    ),
+    "layer_norm_of_sum": (
+        norm._norm_of_sum,
+        lambda: (numbers(2, 6, 16), None, 1.0, norm._layer_norm, numbers(16), numbers(16), 1e-5),
+    ),
+    "gradient_of_sum": (
+        norm._gradient_of_sum,
+        lambda: (
+            *(numbers(2, 6, 16), numbers(2, 6, 16), norm._layer_norm_backward),
+            *(numbers(2, 6, 16), numbers(16), numbers(16), numbers(2, 6, 1), numbers(2, 6, 1)),
+        ),
     ),
     "part_of_mean": (norm._part_of_mean, lambda: (numbers(2, 6, 16),)),
     "with_known_mean": (norm._with_known_mean, lambda: (numbers(2, 6, 16), numbers(2, 6, 1), numbers(16), True)),
@@ -88,6 +106,18 @@ def assert_same(found: Any, expected: Any) -> None:
     for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (found, expected)), strict=True):
         assert one.dtype is other.dtype
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("turns", [(None, None), (numbers(*TURNS), numbers(*TURNS))], ids=["GPT", "Llama"])
+def test_keys_and_values_are_written_where_they_are_kept(turns: tuple[Tensor | None, Tensor | None]) -> None:
+    traced = torch.compile(rotary._turned_product.function, fullgraph=True, backend="aot_eager_decomp_partition")
+    written = []
+    for function in (rotary._turned_product, traced):
+        buffers = torch.zeros(2, 2, 9, 2, 8, dtype=torch.float64)
+        queries = function(numbers(*HEADS), *turns, False, *buffers[:, :, 3:])
+        assert torch.all(buffers[:, :, 3:] != 0) and not buffers[:, :, :3].any()
+        written.append((queries[0], buffers))
+    assert_same(*written)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -186,17 +186,22 @@ def compiled_kernels(function: Callable[..., Any], *arguments: Any) -> Kernels:
     def count(nodes: list[Any]) -> list[Any]:
         moved: Counter[torch.dtype] = Counter()
         for node in nodes:
-            moved.update(_moved_by(node))
+            # A kernel of several loops keeps nothing in registers from one to the next.
+            for loop in node.snodes if node.is_foreach() else [node]:
+                moved.update(_moved_by(loop))
         found.append(Kernels(len(nodes), moved))
         raise _Counted
 
-    # As for GPUs, where what is concatenated is computed in place.
+    # As for GPUs: fused by the rules of their backend, and what is concatenated is computed in place.
     settings = {
         "_post_fusion_custom_pass": count,
         "force_pointwise_cat": True,
         "realize_opcount_threshold": inductor.realize_cpu_opcount_threshold,
         "realize_acc_reads_threshold": inductor.realize_cpu_acc_reads_threshold,
         "fx_graph_cache": False,
+        "cpu_backend": "triton",
+        # Whether a sum over rows takes two kernels depends on the processors of the device.
+        "split_reductions": False,
     }
     torch._dynamo.reset()
     # Where CPUs would rather keep the result of an exponential function than compute it twice, GPUs compute it.

@@ -36,6 +36,9 @@ class Past(Protocol):
     def once(self, name: str, make: Callable[[], Made]) -> Made:
         """Return `make()`, computed once for all layers of these tokens."""
 
+    def room(self, like: Tensor, window: int | None) -> tuple[Tensor, Tensor] | None:
+        """Return tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; or None."""
+
     def attend(
         self,
         query: Tensor,
@@ -136,14 +139,17 @@ class SelfAttention(nn.Module):
 
     def _heads(self, groups: Tensor, past: Past) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, N, H, D], keys and values [B, N, G, D] of a product, as attention takes them."""
-        if self.rotary is not None and self.query_norm is None:
-            return rotated_heads(groups, *self._turns(past, groups), interleaved=self.rotary.rotation.interleaved)
+        turns, interleaved = (None, None), False
+        if self.rotary is not None:
+            turns, interleaved = self._turns(past, groups), self.rotary.rotation.interleaved
+        room = None if self.query_norm is not None else past.room(groups[..., -1, :], self.window)
+        if room is not None or (self.query_norm is None and self.rotary is not None):
+            return rotated_heads(groups, *turns, interleaved=interleaved, room=room)
         query, key, value = (each.flatten(2, 3) for each in groups.split([self.heads_of_group, 1, 1], dim=3))
         if self.query_norm is not None:
             # A norm keeps its input. A view of the product would also keep the values.
             query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
         if self.rotary is not None:
-            turns, interleaved = self._turns(past, groups), self.rotary.rotation.interleaved
             query, key = (rotated(each, *turns, interleaved=interleaved) for each in (query, key))
         return query, key, value
 

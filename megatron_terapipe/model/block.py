@@ -16,7 +16,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import Past, SelfAttention
 from megatron_terapipe.model.initialization import normal
-from megatron_terapipe.model.norm import NORMS
+from megatron_terapipe.model.norm import NORMS, Sum
 from megatron_terapipe.model.rotary import RotaryTable
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 
@@ -197,24 +197,27 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
         """Return the output of the layer: [B, n, hidden]."""
-        entering, attention_norm = hidden, self.attention_norm
-        mlp_norm = self.attention_norm if self.shares_norm else self.mlp_norm
-        if self.shares_norm and not self.recompute_cheap:
-            # Computed once, and kept once.
-            entering, attention_norm, mlp_norm = attention_norm(hidden), None, None
-        if self._sums_at_once:
-            parts = self._after_norm(attention_norm, self.attention, entering, past, completed=False)
-            parts = parts + self._after_norm(mlp_norm, self.mlp, entering, completed=False)
-            projection, down = self.attention.projection, self.mlp.down
-            both = projection.complete(parts, projection.bias, down.bias)
-            return residual_dropout(both, 0.0, DropoutSite.MLP, past, self.ranks, hidden, self.multiplier)
+        completed = not self._sums_at_once
+        attended = None
         if self.attention is not None:
-            attended = self._after_norm(attention_norm, self.attention, entering, past)
-            hidden = self._added(attended, self.attention_post_norm, DropoutSite.ATTENTION, past, hidden)
-        if self.mlp is not None:
-            widened = self._after_norm(mlp_norm, self.mlp, entering if self.parallel else hidden)
-            hidden = self._added(widened, self.mlp_post_norm, DropoutSite.MLP, past, hidden)
-        return hidden
+            hidden, inputs, recomputed = self._normed(self.attention_norm, hidden, past)
+            attended = self.attention(inputs, past, recomputed, completed=completed)
+            if self.attention_post_norm is not None:
+                attended = self.attention_post_norm(attended)
+        if self.mlp is None:
+            return hidden if attended is None else self._sum(hidden, attended, DropoutSite.ATTENTION, past)
+        if not self.shares_norm:
+            before = None if self.parallel else attended
+            hidden, inputs, recomputed = self._normed(self.mlp_norm, hidden, past, before)
+        widened = self.mlp(inputs, recomputed, completed=completed)
+        if self.mlp_post_norm is not None:
+            widened = self.mlp_post_norm(widened)
+        if not completed:
+            projection, down = self.attention.projection, self.mlp.down
+            widened = projection.complete(attended + widened, projection.bias, down.bias)
+        elif self.parallel and attended is not None:
+            hidden = self._sum(hidden, attended, DropoutSite.ATTENTION, past)
+        return self._sum(hidden, widened, DropoutSite.MLP, past)
 
     @property
     def _sums_at_once(self) -> bool:
@@ -223,16 +226,18 @@ class TransformerBlock(nn.Module):
         masked = self.training and self.dropout > 0
         return self.parallel and has_both and self.ranks.size > 1 and not masked
 
-    def _after_norm(
-        self, norm: nn.Module | None, layer: nn.Module, inputs: Tensor, *more: Past, completed: bool = True
-    ) -> Tensor:
-        """The output of attention or MLP after its norm, whose output is kept or recomputed."""
-        if norm is not None and self.recompute_cheap:
-            return layer(inputs, *more, recomputed=norm, completed=completed)
-        return layer(inputs if norm is None else norm(inputs), *more, completed=completed)
+    def _normed(
+        self, norm: nn.Module | None, hidden: Tensor, past: Past, attended: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, nn.Module | None]:
+        """The residual with the output of attention, the inputs of a layer, and the norm that it has to recompute."""
+        masked = self.training and self.dropout > 0
+        if attended is not None and (masked or norm is None or self.recompute_cheap):
+            hidden, attended = self._sum(hidden, attended, DropoutSite.ATTENTION, past), None
+        if norm is None or self.recompute_cheap:
+            return hidden, hidden, norm
+        return *norm(Sum(hidden, attended, self.multiplier)), None
 
-    def _added(self, output: Tensor, norm: nn.Module | None, site: DropoutSite, past: Past, residual: Tensor) -> Tensor:
-        """The residual plus the normed output of attention or MLP."""
-        output = output if norm is None else norm(output)
+    def _sum(self, hidden: Tensor, output: Tensor, site: DropoutSite, past: Past) -> Tensor:
+        """The residual plus the output of attention or MLP."""
         dropout = self.dropout if self.training else 0.0
-        return residual_dropout(output, dropout, site, past, self.ranks, residual, self.multiplier)
+        return residual_dropout(output, dropout, site, past, self.ranks, hidden, self.multiplier)

@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,6 +10,19 @@ from deepspeed_ext.pointwise import Pointwise
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.initialization import constant
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+
+
+class Sum(NamedTuple):
+    """The residual stream and the output of a layer, [..., width], as the input of a norm, which returns the sum, too.
+
+    One pass computes both, and one their gradients.
+    """
+
+    residual: Tensor
+    output: Tensor | None
+    """None for a sum that is known."""
+    multiplier: float
+    """Factor of the output."""
 
 
 class _Norm(nn.Module):
@@ -31,18 +46,20 @@ class LayerNorm(_Norm):
         super().__init__(model, ranks, head_width)
         self.bias = ranks.replicated(torch.zeros_like(self.weight.data), of_heads=head_width is not None)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] in, the same out."""
+    def forward(self, hidden: Tensor | Sum) -> Any:
+        """[..., width] in, the same out; of a sum, the sum and its norm."""
         weight = self.weight + 1 if self.one_plus else self.weight
+        if isinstance(hidden, Sum):
+            return _NormOfSum.apply(*hidden, (_layer_norm, _layer_norm_backward, (self.epsilon,)), weight, self.bias)
         return F.layer_norm(hidden, weight.shape, weight, self.bias, self.epsilon)
 
 
 class RMSNorm(_Norm):
     """Unit mean square over the last dimension, scaled (Zhang and Sennrich, arXiv 1910.07467)."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] in, the same out."""
-        return _RMSNorm.apply(hidden, self.weight, self.epsilon, self.one_plus)
+    def forward(self, hidden: Tensor | Sum) -> Any:
+        """[..., width] in, the same out; of a sum, the sum and its norm."""
+        return _rms_normed(self, hidden)
 
 
 class AllHeadsRMSNorm(nn.Module):
@@ -59,7 +76,7 @@ class AllHeadsRMSNorm(nn.Module):
         """[B, N, heads, D] of this rank's heads in, the same out."""
         channels = heads.flatten(-2)
         if self.ranks.size == 1:
-            normed = _RMSNorm.apply(channels, self.weight, self.epsilon, self.one_plus)
+            normed = _rms_normed(self, channels)
         else:
             normed = _RMSNormOverRanks.apply(channels, self.weight, self.epsilon, self.one_plus, self.ranks)
         return normed.view_as(heads)
@@ -69,23 +86,35 @@ def _first_weight(model: ModelConfig) -> float:
     return 0.0 if model.apply_layernorm_1p else 1.0
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and a number per token.
+def _rms_normed(norm: RMSNorm | AllHeadsRMSNorm, hidden: Tensor | Sum) -> Any:
+    kind = _rms_norm, _rms_norm_backward, (norm.epsilon, norm.one_plus)
+    if isinstance(hidden, Sum):
+        return _NormOfSum.apply(*hidden, kind, norm.weight)
+    return _NormOfSum.apply(hidden, None, 1.0, kind, norm.weight)[1]
 
-    So does torch's own on CUDA. On CPUs torch has no kernel for it, and its autograd keeps three tensors of the input's
-    size. Compiled, this one is one kernel forward on either.
+
+class _NormOfSum(torch.autograd.Function):
+    """Keeps the sum and the statistics of the norm; the gradient of the sum is added to that of the norm.
+
+    RMSNorm of torch keeps three tensors of the input's size on CPUs, where it has no kernel.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, epsilon: float, one_plus: bool):
-        normed, inverse = _rms_norm(hidden, weight, epsilon, one_plus)
-        ctx.save_for_backward(hidden, weight, inverse)
-        ctx.one_plus = one_plus
-        return normed
+    def forward(ctx, hidden, added, multiplier: float, kind: tuple[Any, ...], *weights):
+        norm, ctx.backward_of_norm, settings = kind
+        total, normed, *statistics = _norm_of_sum(hidden, added, multiplier, norm, *weights, *settings)
+        ctx.save_for_backward(total, *weights, *statistics)
+        ctx.set_materialize_grads(False)
+        ctx.settings, ctx.multiplier = settings[1:], None if added is None else multiplier
+        return hidden if added is None else total, normed
 
     @staticmethod
-    def backward(ctx, output_gradient):
-        return *_rms_norm_backward(output_gradient, *ctx.saved_tensors, ctx.one_plus), None, None
+    def backward(ctx, of_total, of_normed):
+        more = *ctx.saved_tensors, *ctx.settings
+        of_normed = torch.zeros_like(more[0]) if of_normed is None else of_normed
+        of_hidden, *of_weights = _gradient_of_sum(of_normed, of_total, ctx.backward_of_norm, *more)
+        of_added = of_hidden if ctx.multiplier in (None, 1) else of_hidden * ctx.multiplier
+        return of_hidden, None if ctx.multiplier is None else of_added, None, None, *of_weights
 
 
 class _RMSNormOverRanks(torch.autograd.Function):
@@ -107,20 +136,45 @@ class _RMSNormOverRanks(torch.autograd.Function):
         return _across(gradient, hidden, inverse, along), of_weight, None, None, None
 
 
-@Pointwise
 def _rms_norm(hidden: Tensor, weight: Tensor, epsilon: float, one_plus: bool) -> tuple[Tensor, Tensor]:
     """The norm, and the inverse of each token's root mean square, [..., 1] in at least fp32."""
     inverse = torch.rsqrt(_mean_square(hidden) + epsilon)
     return _normed(hidden, inverse, weight, one_plus), inverse
 
 
-@Pointwise
 def _rms_norm_backward(
     output_gradient: Tensor, hidden: Tensor, weight: Tensor, inverse: Tensor, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the input and of the weight."""
     gradient, of_weight, along = _parts_of_gradient(output_gradient, hidden, weight, inverse, one_plus)
     return ((gradient - hidden * inverse * along) * inverse).to(hidden.dtype), of_weight
+
+
+@Pointwise
+def _norm_of_sum(hidden: Tensor, added: Tensor | None, multiplier: float, norm: Any, *more: Any) -> tuple[Tensor, ...]:
+    """The sum, its norm and the statistics of the norm."""
+    total = hidden if added is None else torch.add(hidden, added, alpha=multiplier)
+    return total, *norm(total, *more)
+
+
+@Pointwise
+def _gradient_of_sum(
+    of_normed: Tensor, of_total: Tensor | None, backward_of_norm: Any, *more: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of the sum and of the weights."""
+    of_input, *of_weights = backward_of_norm(of_normed, *more)
+    return of_input if of_total is None else of_total + of_input, *of_weights
+
+
+def _layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.native_layer_norm(hidden, weight.shape, weight, bias, epsilon)
+
+
+def _layer_norm_backward(
+    output_gradient: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, *statistics: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = output_gradient, hidden, weight.shape, *statistics, weight, bias
+    return torch.ops.aten.native_layer_norm_backward(*inputs, [True, True, True])
 
 
 def _mean_square(hidden: Tensor) -> Tensor:

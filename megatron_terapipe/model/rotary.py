@@ -105,19 +105,25 @@ def _dtype_of(like: Tensor) -> torch.dtype:
 
 
 def rotated_heads(
-    groups: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False
+    groups: Tensor,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    *,
+    interleaved: bool = False,
+    room: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a product, queries and keys rotated.
 
     Args:
         groups: [B, N, G, H/G + 2, D]: of each key head its query heads, then it, then its value head.
-        cosine: [1 or B, N, 1, R/2].
+        cosine: [1 or B, N, 1, R/2]; None if they are not rotated, which takes room.
         interleaved: whether pairs of channels are neighbours; otherwise they are R/2 apart.
+        room: tensors [B, N, G, D] that keys and values are written to, in the same pass; None for none.
 
     Returns:
-        Queries [B, N, H, D]; keys and values [B, N, G, D]. The values are a view of the product.
+        Queries [B, N, H, D]; keys and values [B, N, G, D]. Without room, the values are a view of the product.
     """
-    return _RotateProduct.apply(groups, cosine, sine, interleaved)
+    return _RotateProduct.apply(groups, cosine, sine, interleaved, room)
 
 
 def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -134,14 +140,15 @@ class _RotateProduct(torch.autograd.Function):
     """The gradient is the inverse rotation, so no input is kept."""
 
     @staticmethod
-    def forward(ctx, groups, cosine, sine, interleaved: bool):
+    def forward(ctx, groups, cosine, sine, interleaved: bool, room: tuple[Tensor, Tensor] | None):
         ctx.save_for_backward(cosine, sine)
         ctx.interleaved = interleaved
-        return *_turned_product(groups, cosine, sine, interleaved), groups[..., -1, :]
+        query, key = _turned_product(groups, cosine, sine, interleaved, *(room or ()))
+        return query, *(room or (key, groups[..., -1, :]))
 
     @staticmethod
     def backward(ctx, of_query, of_key, of_value):
-        return _product_turned_back(of_query, of_key, of_value, *ctx.saved_tensors, ctx.interleaved), None, None, None
+        return _product_turned_back(of_query, of_key, of_value, *ctx.saved_tensors, ctx.interleaved), *[None] * 4
 
 
 class _Rotate(torch.autograd.Function):
@@ -160,18 +167,33 @@ class _Rotate(torch.autograd.Function):
 
 
 @Pointwise
-def _turned_product(groups: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Queries [B, N, H, D] and keys [B, N, G, D], turned."""
+def _turned_product(
+    groups: Tensor, cosine: Tensor | None, sine: Tensor | None, interleaved: bool, *room: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Queries [B, N, H, D] and keys [B, N, G, D], turned; keys and values are in the room instead, if there is one."""
     query, key = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :]
-    return _turn(query, cosine, sine, interleaved), _turn(key, cosine, sine, interleaved)
+    if cosine is not None:
+        query, key = (_turn(each, cosine, sine, interleaved) for each in (query, key))
+    if not room:
+        return query, key
+    copied = key, groups[..., -1, :]
+    if not torch.compiler.is_compiling():
+        for place, heads in zip(room, copied, strict=True):
+            place.copy_(heads)
+        return query.contiguous(), None
+    # The compiler makes one kernel of a list, whatever the sizes.
+    turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    torch._foreach_copy_([turned, *room], [query, *copied])
+    return turned, None
 
 
 @Pointwise
 def _product_turned_back(
-    of_query: Tensor, of_key: Tensor, of_value: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool
+    of_query: Tensor, of_key: Tensor, of_value: Tensor, cosine: Tensor | None, sine: Tensor | None, interleaved: bool
 ) -> Tensor:
     """The gradient of the product [B, N, G, H/G + 2, D]."""
-    of_query, of_key = _turn(of_query, cosine, -sine, interleaved), _turn(of_key, cosine, -sine, interleaved)
+    if cosine is not None:
+        of_query, of_key = (_turn(each, cosine, -sine, interleaved) for each in (of_query, of_key))
     of_query = of_query.unflatten(2, (of_key.shape[2], -1))
     return torch.cat((of_query, of_key.unsqueeze(3), of_value.unsqueeze(3)), dim=3)
 

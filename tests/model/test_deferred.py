@@ -172,6 +172,9 @@ class _WholeSequence:
     def once(self, name: str, make: Callable[[], object]) -> object:
         return make()
 
+    def room(self, like: Tensor, window: int | None) -> None:
+        return None
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)

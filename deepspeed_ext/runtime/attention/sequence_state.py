@@ -257,6 +257,17 @@ class Past:
             self._sequence.shared[key] = make()
         return self._sequence.shared[key]
 
+    def room(self, like: Tensor, window: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """Tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; None for none."""
+        if self._sequence.ranks.size > 1:
+            return None
+        state = self._sequence.keys_and_values(self._layer, self._reach(window))
+        return state.room(like, self.prefix_len) if isinstance(state, KeysOfSequence) else None
+
+    def _reach(self, window: int | None) -> int | None:
+        """The window; None if it hides nothing."""
+        return None if window is None or window >= self._sequence.token_slices.seq_length else window
+
     def attend(
         self,
         query: Tensor,
@@ -294,8 +305,7 @@ class Past:
                 "past.attend [rows, tokens, heads, dimension], and the same token_slices to every rank"
             )
         self._sequence.attended[self._layer, self.prefix_len] += 1
-        if window is not None and window >= self._sequence.token_slices.seq_length:
-            window = None  # It hides nothing.
+        window = self._reach(window)
         if ranks.size > 1:
             query, key, value = to_all_tokens(query, key, value, ranks)
             first_head += ranks.rank * query.shape[2]

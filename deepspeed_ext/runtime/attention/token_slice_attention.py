@@ -127,15 +127,20 @@ class KeysOfSequence(KeyValueState):
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
+    def room(self, like: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """The buffers' parts for keys and values [B, N, heads, D]: what is computed there is written."""
+        if self._keys is None or self._values is None:
+            shape = (like.shape[0], self.seq_length, *like.shape[2:])
+            self._keys, self._values = like.new_empty(shape), like.new_empty(shape)
+        end = start + like.shape[1]
+        return self._keys[:, start:end].detach(), self._values[:, start:end].detach()
+
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
         """Store keys and values [B, N, heads, D]. The same tokens may be written again, as recomputation does."""
-        if self._keys is None or self._values is None:
-            shape = (key.shape[0], self.seq_length, *key.shape[2:])
-            self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
         super().write(key, value, start)
-        end = start + key.shape[1]
-        self._keys[:, start:end] = key
-        self._values[:, start:end] = value
+        for own, each in zip(self.room(key, start), (key, value), strict=True):
+            if own.untyped_storage()._cdata != each.untyped_storage()._cdata:
+                own.copy_(each)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, end, heads, D] of the tokens 0 .. end."""

@@ -18,28 +18,29 @@ from megatron_terapipe.search.machine.software import (
 )
 
 OPERATORS = Operators(
-    # One kernel of torch's. Its backward is one operator of two kernels: the weight's gradient reads both inputs again.
-    layernorm=Operator(forward=2, backward=5),
-    # Compiled: a loop over rows, and in the backward one over columns for the weight's gradient.
-    rmsnorm=Operator(forward=2, backward=5, backward_kernels=2),
-    # Without dropout, a plain sum; where the residual branches off, autograd adds two gradients. With dropout the same
-    # kernel draws the mask on the way, and the backward has one kernel and 2 numbers more.
-    residual=Operator(forward=3, backward=3),
+    # Compiled: a loop over rows, which in the backward adds the gradient of the residual, too; there also one over
+    # columns, for the weight's gradient, which reads both inputs again.
+    layernorm=Operator(forward=2, backward=6, backward_kernels=2),
+    rmsnorm=Operator(forward=2, backward=6, backward_kernels=2),
+    # Without dropout, one of a layer's two sums is computed in the pass of the norm after it. With dropout each is one
+    # kernel, which draws the mask on the way, and the backward has one kernel and 2 numbers more.
+    residual=Operator(forward=2.5, backward=0, forward_kernels=0.5, backward_kernels=0),
     activation=Operator(forward=2, backward=3),
     # Compiled: gate and up are read once, their gradients written side by side.
     gated_activation=Operator(forward=3, backward=5),
     # Added by the product itself; the gradient is a sum over its rows.
     bias=Operator(backward=1, forward_kernels=0),
-    # Compiled: the kernel that turns queries writes them where the copy for attention would be, and that which turns
-    # gradients back puts them together as the copy would. So a rotation costs only the keys' kernel.
-    rotary=Operator(forward=0.4, backward=0, forward_bytes=0.2, backward_bytes=0.1, backward_kernels=0),
-    # Its input is copied out of the product; of queries instead of the copy for attention.
-    head_norm=Operator(
-        forward=2.4, backward=5, forward_bytes=0.1, backward_bytes=0.1, forward_kernels=1.5, backward_kernels=2
+    # Compiled: a part of the kernels that copy heads, which read the angles.
+    rotary=Operator(
+        forward=0, backward=0, forward_bytes=0.2, backward_bytes=0.1, forward_kernels=0, backward_kernels=0
     ),
-    # Queries out of the product, keys and values into their buffers. Back: gradients put together (1 kernel), and those
-    # of keys and values with those of later token slices (2).
-    heads=Operator(forward=1.2, backward=1.6, backward_bytes=0.8, forward_kernels=3, backward_kernels=3),
+    # Its input is copied out of the product; of queries instead of the copy for attention. The others are then apart.
+    head_norm=Operator(
+        forward=2.4, backward=5, forward_bytes=0.1, backward_bytes=0.1, forward_kernels=2.5, backward_kernels=2
+    ),
+    # Queries out of the product, keys and values into their buffers (1 kernel). Back: gradients put together (1), and
+    # those of keys and values with those of later token slices (2).
+    heads=Operator(forward=1.2, backward=1.6, backward_bytes=0.8, forward_kernels=1, backward_kernels=3),
     # Packed in the order of the message, and unpacked: two copies. Queries, keys and values are unpacked one by one,
     # the output at once.
     exchange=Operator(forward=4, backward=4, forward_kernels=3, backward_kernels=3),

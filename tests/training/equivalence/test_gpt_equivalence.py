@@ -220,6 +220,9 @@ class WholePast:
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
 
+    def room(self, like: Tensor, window: int | None) -> None:
+        return None
+
     def attend(
         self,
         query: Tensor,
