@@ -1,7 +1,5 @@
 """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864)."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -78,7 +76,7 @@ class RotaryTable:
         """
         # Evaluation may come first, and a tensor of inference mode could not be kept for a backward.
         with torch.inference_mode(False), torch.no_grad():
-            frequencies = self._frequencies_on(positions.device)
+            frequencies = self._frequencies_beside(positions)
             table = positions.new_empty((2, *positions.shape, len(frequencies)), dtype=_dtype_of(like))
             tokens = max(ANGLES_AT_ONCE // len(frequencies), 1)
             parts = zip(positions.flatten().split(tokens), table.flatten(1, -2).split(tokens, dim=1), strict=True)
@@ -88,14 +86,13 @@ class RotaryTable:
                     turned.copy_(function(angles).mul_(self.rotation.factor))
         return table
 
-    def _frequencies_on(self, device: torch.device) -> Tensor:
+    def _frequencies_beside(self, positions: Tensor) -> Tensor:
         """The frequencies [R/2] in fp64, made once on a device.
 
         They are arguments of kernels: a tensor made of a list would be copied, and waited for.
         """
-        if self._frequencies is None or self._frequencies.device != device:
-            fill = partial(torch.full, (), dtype=torch.float64, device=device)
-            self._frequencies = torch.stack([fill(each) for each in self.rotation.frequencies])
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            self._frequencies = torch.stack([positions.new_full((), each) for each in self.rotation.frequencies])
         return self._frequencies
 
 
