@@ -10,8 +10,8 @@ For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time
     logits and loss     [=]  [=]                                  on the last stage, from F to BI or B, token slice by
                                                                   token slice; no more than a limit, if there is one
 
-Gradients of keys and values are there for the tokens before the last token slice, in buffers of each token slice, which
-its own backward frees. With one token slice there are none.
+Gradients of keys and values are there for the tokens before the last token slice; each backward frees those of its own
+token slice. With one token slice there are none.
 
 Where stages are recomputed, a forward keeps only their input, and the activations exist only during the backward. Where
 keys and values go to the host, those of each token slice are separate:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.measuring.counters import LiveBytes
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import token_slice_attention
 from deepspeed_ext.runtime.attention.flash_kernels import kernel_for
@@ -248,3 +249,20 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     sizes = [{each.untyped_storage().nbytes() for each in held} for held in past_gradients]
     assert sizes == [{tokens * 2 * 8 * 4} for tokens in range(22, 0, -2)] + [set()]
     assert {gradient.dtype for held in past_gradients for gradient in held} == {torch.float32}
+
+
+@pytest.mark.parametrize(("dtype", "more"), [(torch.float32, 0), (torch.bfloat16, 2 * 2 * 8 * 4)])
+def test_sums_take_memory_only_where_the_kernel_gives_another_type(dtype: torch.dtype, more: int) -> None:
+    """More than before a backward: in bf16 the new sum of the keys, until the old one is freed."""
+    state, heads = token_slice_attention.KeysOfSequence(6), torch.zeros(1, 6, 2, 8, dtype=dtype)
+    for start in range(0, 6, 2):
+        state.write(heads[:, :2], heads[:, :2], start)
+    found = {start: [torch.ones(1, start, 2, 8, dtype=dtype) for _ in range(2)] for start in (4, 2, 0)}
+    with LiveBytes() as live:
+        for start, prefix in found.items():
+            own = torch.ones(1, 2, 2, 8, dtype=dtype), torch.ones(1, 2, 2, 8, dtype=dtype)
+            before, live.peak = live.now, live.now
+            state.accumulate(token_slice_attention.Gradients(heads, own, tuple(prefix)), start)
+            if start == 2:
+                peak = live.peak - before
+    assert peak == more
