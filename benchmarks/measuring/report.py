@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -175,6 +176,7 @@ class Section:
         try:
             self.add(name, *measure())
         except Exception as error:  # A row that fails must not take the others with it.
+            traceback.print_exc()
             self.fail(name, error)
             return False
         return True

@@ -53,7 +53,7 @@ def versions() -> Iterator[Section]:
     for name in ("flash_attn_interface", "flash_attn.cute"):
         table.guarded(f"module {name}", lambda name=name: ("found" if _is_found(name) else "none",))
     for name in _SWITCHES:
-        table.add(name, getattr(torch.backends.cuda.matmul, name))
+        table.guarded(name, lambda name=name: (getattr(torch.backends.cuda.matmul, name),))
     for name in [each.name for each in VARIABLES] + [name for name in os.environ if name.startswith(("NCCL", "CUDA_"))]:
         table.add(name, os.environ.get(name, "unset"))
     table.guarded("versions are supported", lambda: (_supported(),))

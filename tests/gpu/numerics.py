@@ -105,7 +105,8 @@ class Ranks:
                     start_method=self._start_method,
                 )
             return self._worlds[size].run(function, *arguments)
-        except RankFailed:
+        except RankFailed as failed:
+            print(failed)
             self.end(size)
             raise
 
