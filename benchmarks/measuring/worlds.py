@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ class World:
         start_method: str = "spawn",
     ) -> None:
         context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            # The server keeps the environment of its start, for the children of others, too.
+            forkserver.ensure_running()
         self._timeout_s = timeout_s
         self._pipes: list[Connection] = []
         self._processes = []

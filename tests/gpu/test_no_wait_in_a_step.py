@@ -1,8 +1,12 @@
 """A training step on CUDA in which torch refuses whatever makes the host wait for the device."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+import tests.distributed  # noqa: F401  # names what the server of forked ranks has imported already
+from benchmarks.measuring.worlds import World
 from deepspeed_ext.runtime.executor import METHODS
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine, process_group
@@ -40,11 +44,15 @@ def test_every_op_of_a_step_goes_without_waiting(flags: str) -> None:
     assert all(loss.is_cuda for loss in losses_of_a_step(flags))
 
 
-@pytest.mark.parametrize("flags", [MODES[2], MODES[-1]])
-def test_the_step_is_a_whole_one_without_a_device(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
-    assert len(losses_of_a_step(flags)) == Setup().micro_batches
+def test_the_step_is_a_whole_one_without_a_device() -> None:
+    with World(1, int, start_method="forkserver") as world:
+        for flags in (MODES[2], MODES[-1]):
+            assert world.run(number_of_losses, flags) == [Setup().micro_batches]
+
+
+def number_of_losses(_: int, flags: str) -> int:
+    with patch.object(torch.cuda, "set_sync_debug_mode"), patch.object(Batch, "pin_memory", lambda batch: batch):
+        return len(losses_of_a_step(flags))
 
 
 def losses_of_a_step(flags: str) -> list[torch.Tensor]:
