@@ -271,6 +271,9 @@ def check_lowering(
         spans = schedule.spans(shape)
         if num_ops(shape) <= FEW_OPS:
             schedule.proven[key] = check_programs(_lower_all(spans, shape, host_copies), shape, device)
+            if device.hardware_queues is not None:
+                settled = _lower_all(spans, shape, host_copies, under_ops=False)
+                schedule.proven[key] |= check_programs(settled, shape, replace(device, drains=Drains.ALL_RANKS))
         elif device.has_queues_for(shape):
             schedule.proven[key] = device.hardware_queues is not None
         else:

@@ -225,11 +225,27 @@ def test_evaluations_end_with_every_assignment_of_streams(placement):
 
 
 def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
-    locked = 0
-    for _, orders, shape in drawn_pipelines():
-        lower(fixed(orders), shape, under_ops=False)
-        locked += is_locked(lower(fixed(orders), shape), shape, Device(drains=Drains.ALL_RANKS))
-    assert locked > 10
+    locked = with_one_queue = 0
+    for name, orders, shape in drawn_pipelines():
+        settled = lower(fixed(orders), shape, under_ops=False)
+        if is_locked(settled, shape, Device(drains=Drains.ALL_RANKS, hardware_queues=1)):
+            assert name == "random"
+            with_one_queue += 1
+        programs = lower(fixed(orders), shape)
+        locked += is_locked(programs, shape, Device(drains=Drains.ALL_RANKS))
+        # Without a drain, every schedule with a name ends with every assignment of streams.
+        assert name == "random" or not is_locked(programs, shape, Device(drains=Drains.NONE, hardware_queues=1))
+    assert locked > 10 and with_one_queue > 1
+
+
+def test_the_first_step_is_proven_for_shared_queues_too():
+    """Its program may lock where those of later steps end."""
+    shape = PipelineShape(num_stages=4, num_micro_batches=1, num_token_slices=3, num_model_chunks=2)
+    schedule = fixed(random_orders(shape, Random(27)))
+    check_programs(lower(schedule, shape), shape, Device(hardware_queues=1))
+    assert check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=32))
+    with pytest.raises(ScheduleDeadlock, match="set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
+        check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=1))
 
 
 def test_the_model_and_the_simulator_have_one_makespan():
