@@ -244,7 +244,7 @@ def test_the_first_step_is_proven_for_shared_queues_too():
     schedule = fixed(random_orders(shape, Random(27)))
     check_programs(lower(schedule, shape), shape, Device(hardware_queues=1))
     assert check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=32))
-    with pytest.raises(ScheduleDeadlock, match="set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
+    with pytest.raises(ScheduleDeadlock, match=r"set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
         check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=1))
 
 
