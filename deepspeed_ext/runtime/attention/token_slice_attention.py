@@ -128,7 +128,7 @@ class KeysOfSequence(KeyValueState):
         self._values: Tensor | None = None
 
     def room(self, like: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """The buffers' parts for keys and values [B, N, heads, D]: what is computed there is written."""
+        """The buffers' parts for keys and values [B, N, heads, D], for results that are computed there."""
         if self._keys is None or self._values is None:
             shape = (like.shape[0], self.seq_length, *like.shape[2:])
             self._keys, self._values = like.new_empty(shape), like.new_empty(shape)
