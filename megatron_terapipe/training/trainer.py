@@ -340,13 +340,12 @@ class Trainer:
 
 
 def sample_heads(model: ModelConfig, device: torch.device, dtype: str) -> list[tuple[Tensor, Tensor, int | None]]:
-    """Queries, keys and the window of each kind of layer."""
+    """Queries, keys and the window of each kind of layer: random, as gradients of patterns may be mostly rounding."""
+    generator = torch.Generator().manual_seed(0)
 
     def heads(tokens: int, number: int) -> Tensor:
-        numbers = torch.arange(tokens * number * model.kv_channels, device=device).sin()
-        return numbers.view(1, tokens, number, -1).to(
-            {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
-        )
+        drawn = torch.randn(1, tokens, number, model.kv_channels, generator=generator)
+        return drawn.to(device, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
 
     kinds = {(block.num_key_value_heads, block.window) for block in model.blocks if block.num_key_value_heads}
     return [(heads(128, model.num_attention_heads), heads(256, groups), window) for groups, window in kinds]

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from deepspeed_ext.runtime.attention.flash_kernels import CpuFlash
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import TrainingConfig
 from megatron_terapipe.training.trainer import (
@@ -49,6 +51,23 @@ def test_kinds_of_layers_that_flash_attention_is_tried_on() -> None:
     assert {(query.shape, key.shape, window) for query, key, window in samples} == {
         ((1, 128, 4, 16), (1, 256, 2, 16), window) for window in (None, 8)
     }
+
+
+def test_rounding_changes_results_for_the_samples_by_less_than_half_of_the_limit_of_wrong_kernels() -> None:
+    """Regular samples have gradients that are mostly rounding: right kernels would be refused."""
+    model = parse_arguments((REQUIRED + "--attention-dropout 0 --kv-channels 128").split()).model
+    ((query, key, _),) = sample_heads(model, torch.device("cpu"), "bf16")
+    rounded, exact = (results_both_ways(query.to(dtype), key.to(dtype)) for dtype in (torch.bfloat16, torch.float64))
+    for found, right in zip(rounded, exact, strict=True):
+        assert (found.double() - right).norm() < 0.01 * right.norm()
+
+
+def results_both_ways(query: Tensor, key: Tensor) -> list[Tensor]:
+    """Output and gradients of the kernel for CPUs."""
+    kernel, scale = CpuFlash(), query.shape[-1] ** -0.5
+    attended = kernel.forward(query, key, key, scale)
+    gradients = kernel.backward(query, query, key, key, attended, scale)
+    return [attended.output, gradients.query, *gradients.own, *gradients.prefix]
 
 
 def reasons(training: TrainingConfig, *, minutes: float = 0.0, signalled: bool = False) -> list[ExitReason | None]:
