@@ -11,7 +11,7 @@ from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import NORMS, AllHeadsRMSNorm
-from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads
+from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads, writes_heads
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 
 Made = TypeVar("Made")
@@ -142,7 +142,9 @@ class SelfAttention(nn.Module):
         turns, interleaved = (None, None), False
         if self.rotary is not None:
             turns, interleaved = self._turns(past, groups), self.rotary.rotation.interleaved
-        room = None if self.query_norm is not None else past.room(groups[..., -1, :], self.window)
+        # Where nothing is compiled, torch's own views and copies take less time of the host.
+        apart = self.query_norm is not None or not writes_heads(groups.device)
+        room = None if apart else past.room(groups[..., -1, :], self.window)
         if room is not None or (self.query_norm is None and self.rotary is not None):
             return rotated_heads(groups, *turns, interleaved=interleaved, room=room)
         query, key, value = (each.flatten(2, 3) for each in groups.split([self.heads_of_group, 1, 1], dim=3))

@@ -49,9 +49,13 @@ class LayerNorm(_Norm):
     def forward(self, hidden: Tensor | Sum) -> Any:
         """[..., width] in, the same out; of a sum, the sum and its norm."""
         weight = self.weight + 1 if self.one_plus else self.weight
-        if isinstance(hidden, Sum):
+        if not isinstance(hidden, Sum):
+            return F.layer_norm(hidden, weight.shape, weight, self.bias, self.epsilon)
+        if _norm_of_sum.is_compiled_on(hidden.residual.device):
             return _NormOfSum.apply(*hidden, (_layer_norm, _layer_norm_backward, (self.epsilon,)), weight, self.bias)
-        return F.layer_norm(hidden, weight.shape, weight, self.bias, self.epsilon)
+        residual, output, multiplier = hidden
+        total = residual if output is None else torch.add(residual, output, alpha=multiplier)
+        return total, F.layer_norm(total, weight.shape, weight, self.bias, self.epsilon)
 
 
 class RMSNorm(_Norm):

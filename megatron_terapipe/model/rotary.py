@@ -133,6 +133,11 @@ def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = 
     return _Rotate.apply(heads, cosine, sine, interleaved)
 
 
+def writes_heads(device: torch.device) -> bool:
+    """Whether `rotated_heads` writes keys and values in the pass of the rotation."""
+    return _turned_product.is_compiled_on(device)
+
+
 class _RotateProduct(torch.autograd.Function):
     """The gradient is the inverse rotation, so no input is kept."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.pointwise import Pointwise
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
@@ -194,6 +195,23 @@ class TestDropout:
             past = SequenceState(TokenSlices((SEQ,)), seed=7, sequences=(5, 9)).past(layer, 0)
             masks += [past.dropout(ones, 0.5, site=site)[row] for site in DropoutSite for row in (0, 1)]
         assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks) == 12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_functions_of_devices_that_compile_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There sums and norms, and rotations and writes of keys and values, are one function each; here as written."""
+    model, results = MODELS[name], []
+    for shape in model.blocks:
+        for compiled in (False, True):
+            monkeypatch.setattr(Pointwise, "is_compiled_on", lambda *_, compiled=compiled: compiled)
+            monkeypatch.setattr(Pointwise, "__call__", lambda self, *arguments: self.function(*arguments))
+            layer = block_of(model, shape).float()
+            hidden = hidden_state(32, SEQ).float().requires_grad_()
+            output = in_token_slices(layer, hidden, (13, 1, 18))
+            output.square().sum().backward()
+            results.append([output.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())])
+        for one, other in zip(*results[-2:], strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", MODELS)
