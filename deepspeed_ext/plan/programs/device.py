@@ -127,7 +127,7 @@ class Drains(StrEnum):
     ONE_RANK = "one rank"
     """One rank, at one instruction."""
     ALL_RANKS = "all ranks"
-    """Every rank at every op, as where each loads the kernels of its first step."""
+    """Every rank at every op, as where each loads kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ which an op that depends on another starts no earlier than that one ends:
 
 Posting an end later costs no time on this timeline: the other end is not there earlier. ADR 22 has the proof.
 
-Where all ranks may drain at every op, as in a first step, in which each loads its kernels, no message may be under way
+Where all ranks may drain at every op, as in a step in which each may load kernels, no message may be under way
 while an op of its ranks runs. Then a receive is posted right in front of its reader, and a send where the op before
 that receive has ended. Ops by their start and messages by the end of that op have one order on all ranks.
 """
