@@ -71,7 +71,7 @@ class ProgramSchedule(PipeSchedule):
 
 
 LENGTHS_OF_A_RANGE = 8
-"""Lengths of a range that stand for all of it: compilers generalise after two."""
+"""Lengths of a range after which its others count as run: compilers generalise after two."""
 
 
 class RunLengths:
