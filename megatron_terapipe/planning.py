@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.learn.costs import Costs
     from megatron_terapipe.search.machine.cluster import Cluster
     from megatron_terapipe.search.price.cost_model import CostModel
-    from megatron_terapipe.search.rank.token_slices import TabulatedCosts
+    from megatron_terapipe.search.rank.token_slices import SolvedCut, TabulatedCosts
 
 
 def stated_ranks(config: Config) -> int | None:
@@ -308,23 +308,29 @@ def with_found_token_slices(config: Config, data_parallel_size: int) -> Config:
     strategy = Strategy.of_config(config, data_parallel_size)
     cost_model = cost_model_of(config, strategy.world_size)
 
-    def solved_lengths(strategy: Strategy, counts: Sequence[int] | None) -> tuple[int, ...]:
-        return solve_cut(
-            cost_model,
-            strategy,
-            counts=counts,
-            memory_limit=parallel.schedule_memory_limit,
-            model_chunk_placement=Placement(parallel.model_chunk_placement),
-        ).token_slices
+    def solved(strategy: Strategy, counts: Sequence[int] | None) -> "tuple[SolvedCut, Placement]":
+        limit = parallel.schedule_memory_limit
+        cuts = (
+            (solve_cut(cost_model, strategy, counts=counts, memory_limit=limit, model_chunk_placement=each), each)
+            for each in parallel.placements
+        )
+        return min(cuts, key=lambda found: found[0].iteration_time_s)
 
     counts, stages = None if count is None else (count,), parallel.stage_partition
     if stages == AUTO:
         # How many token slices are best hardly depends on where a few layers are.
-        counts = counts or (len(solved_lengths(strategy, None)),)
+        counts = counts or (len(solved(strategy, None)[0].token_slices),)
         partition = _solved_stages(config, cost_model, strategy, counts[0])
         stages, strategy = str(partition), replace(strategy, stage_partition=partition.bounds)
-    cut = TokenSlices(solved_lengths(strategy, counts))
-    found = replace(parallel, token_slices=str(cut), num_token_slices=len(cut), stage_partition=stages)
+    solution, placement = solved(strategy, counts)
+    cut = TokenSlices(solution.token_slices)
+    found = replace(
+        parallel,
+        token_slices=str(cut),
+        num_token_slices=len(cut),
+        stage_partition=stages,
+        model_chunk_placement=placement.value,
+    )
     return replace(config, parallel=found)
 
 

@@ -47,8 +47,8 @@ from deepspeed_ext.plan.measured import measured_costs
 from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config import BatchConfig, Config, ModelConfig, ParallelConfig
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.planning import with_found_token_slices
@@ -361,28 +361,31 @@ def uniform(job: Job, count: int) -> TokenSlices:
     return TokenSlices.uniform(job.model.seq_length, count)
 
 
-def found(job: Job, op_profile: str) -> TokenSlices:
-    """The token slices of `--token-slices auto --pipeline-schedule optimised --num-model-chunks 2`.
+def found(job: Job, op_profile: str) -> tuple[TokenSlices, Placement]:
+    """Return the token slices and the placement of 2 model chunks that the trainer finds.
 
     Args:
         op_profile: file that `terapipe search measure` wrote for this model on this machine.
     """
-    ranks, rows = dist.get_world_size(), job.num_micro_batches * job.micro_batch_size
-    config = Config(
-        model=job.model,
-        parallel=ParallelConfig(
-            pipeline_parallel_size=ranks,
-            num_model_chunks=2,
-            num_token_slices=None,
-            token_slices=AUTO,
-            pipeline_schedule=OPTIMISED,
-            op_profile=op_profile,
-        ),
-        batch=BatchConfig(micro_batch_size=job.micro_batch_size, global_batch_size=rows),
+    model, rows = job.model, job.num_micro_batches * job.micro_batch_size
+    words = (
+        f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --seq-length {model.seq_length} "
+        f"--num-attention-heads {model.num_attention_heads} --vocab-size {model.vocab_size} "
+        f"--micro-batch-size {job.micro_batch_size} --global-batch-size {rows} --train-iters 1 --lr 1e-3 --mock-data "
+        f"--pipeline-model-parallel-size {dist.get_world_size()} --num-model-chunks 2 --pipeline-schedule {OPTIMISED} "
+        "--token-slices auto --model-chunk-placement auto --op-profile"
     )
-    cut = with_found_token_slices(config, 1).token_slices()
-    progress(f"--token-slices auto: {cut}")
-    return cut
+    config = parse_arguments([*words.split(), op_profile])
+    config = with_found_token_slices(config, 1)
+    cut, placement = config.token_slices(), config.parallel.placements[0]
+    progress(f"found: --token-slices {cut} --model-chunk-placement {placement}")
+    return cut, placement
+
+
+def ours_found(job: Job, op_profile: str) -> Engine:
+    """Return our engine with the token slices and the placement that are found for 2 model chunks."""
+    cut, placement = found(job, op_profile)
+    return ours(job, schedule=OPTIMISED, cutting=lambda _: cut, num_model_chunks=2, placement=placement)
 
 
 def _engine(job: Job, cut: TokenSlices, schedule: str, **more: Any) -> Any:
@@ -466,6 +469,6 @@ def catalogue(num_token_slices: Sequence[int], op_profile: str | None = None) ->
         for count in num_token_slices[-1:]
     ]
     if op_profile is not None:
-        chosen = partial(ours, schedule=OPTIMISED, num_model_chunks=2, cutting=partial(found, op_profile=op_profile))
+        chosen = partial(ours_found, op_profile=op_profile)
         entries.append(Entry(Name(OURS_AUTO, "optimised, 2 model chunks"), chosen))
     return entries

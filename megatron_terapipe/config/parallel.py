@@ -53,9 +53,10 @@ class ParallelConfig:
     """Stages (model chunks) that each pipeline rank owns. More model chunks make stages smaller and bubbles shorter,
     but need more messages and keep more activations."""
 
-    model_chunk_placement: Literal["looped", "v"] = "looped"
+    model_chunk_placement: Literal["looped", "v", "auto"] = "looped"
     """Which stages a rank owns if it owns several: `looped` numbers them round and round; `v` goes there and back, so
-    that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files."""
+    that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files.
+    `auto`, with `optimised` and `--token-slices auto`, finds the one with which the step is shorter."""
 
     data_parallel_size: int | None = option(None, least=1, most=MOST_RANKS)
     """Ranks that share the batch. They follow from the world size. If given, the number is checked against it."""
@@ -179,16 +180,28 @@ class ParallelConfig:
             num_micro_batches,
             self.num_token_slices or 1,
             self.num_model_chunks + self.vocabulary_stages,
-            Placement(self.model_chunk_placement),
+            self.placements[0],
         )
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Placements of model chunks to choose from: one, unless it is to be found."""
+        return tuple(Placement) if self.model_chunk_placement == AUTO else (Placement(self.model_chunk_placement),)
 
     def _resolve_schedule(self) -> None:
         usual = "interleaved" if self.num_model_chunks > 1 else "1f1b"
         resolve(self, "pipeline_schedule", OPTIMISED if self.vocabulary_stages else usual)
         name = self.pipeline_schedule
-        if self.model_chunk_placement == "v" and self.num_model_chunks == 1:
+        placement = self.model_chunk_placement
+        if placement != "looped" and self.num_model_chunks == 1:
             raise ConfigError(
-                "--model-chunk-placement v deals several stages to each rank: add --num-model-chunks 2, or drop it"
+                f"--model-chunk-placement {placement} deals several stages to each rank: add --num-model-chunks 2, or "
+                "drop it"
+            )
+        if placement == AUTO and (name != OPTIMISED or self.token_slices != AUTO):
+            raise ConfigError(
+                "--model-chunk-placement auto is found together with the token slices: add --token-slices auto "
+                f"--pipeline-schedule {OPTIMISED}, or choose looped or v"
             )
         check_schedule(name, self.pipeline(), self.schedule_memory_limit)
 

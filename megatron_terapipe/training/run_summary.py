@@ -154,6 +154,7 @@ def _saved_before(save: str) -> Path | None:
 def _stages(run: Run) -> str:
     parallel, num_layers = run.config.parallel, run.config.model.num_layers
     several = f", {parallel.num_model_chunks} on each pipeline rank" if parallel.num_model_chunks > 1 else ""
+    several += " in a V" * (parallel.model_chunk_placement == "v")
     if parallel.stage_partition == "parameters":
         dealt = "as many parameters for each"
     else:

@@ -83,6 +83,14 @@ def test_a_file_is_for_one_number_of_token_slices(tmp_path: Path) -> None:
         parse(f"--token-slices auto --pipeline-schedule {path}")
 
 
+def test_the_placement_of_model_chunks_is_found_with_the_token_slices() -> None:
+    # With few long ops a V is idle for less time: its first rank has the loss, and turns at once.
+    words = "--num-model-chunks 2 --pipeline-schedule optimised --token-slices auto --num-token-slices 1"
+    looped, v, found = (found_for(f"{words} --model-chunk-placement {each}") for each in ("looped", "v", "auto"))
+    assert found == v
+    assert makespan(v) < makespan(looped)
+
+
 @pytest.fixture(scope="module")
 def optimised() -> tuple[Config, FoundSchedule]:
     # So long a sequence that attention makes the token slices uneven, for which no schedule by name is made.
