@@ -138,8 +138,8 @@ class KeysOfSequence(KeyValueState):
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
         """Store keys and values [B, N, heads, D]. The same tokens may be written again, as recomputation does."""
         super().write(key, value, start)
-        if self._keys is None or key.untyped_storage()._cdata != self._keys.untyped_storage()._cdata:
-            for own, each in zip(self.room(key, start), (key, value), strict=True):
+        for own, each in zip(self.room(key, start), (key, value), strict=True):
+            if own.untyped_storage()._cdata != each.untyped_storage()._cdata:
                 own.copy_(each)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
