@@ -14,7 +14,7 @@ from deepspeed_ext.plan.draw.elements import with_unit
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.memory import StepFunction, peak, peak_activation
 from deepspeed_ext.plan.programs.device import Device
-from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, closed_form, fixed, interleaved
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
@@ -159,13 +159,9 @@ def show_simulated(options: argparse.Namespace) -> int:
         else:
             timeline = simulate_with_host_copies(request.orders, request.shape, request.costs, copies)
         # The order may be sound, and its transfers still lock.
-        lower(
-            fixed(request.orders),
-            request.shape,
-            costs=None if copies is None else request.costs,
-            device=Device(hardware_queues=options.hardware_queues),
-            host_copies=copies,
-        )
+        costs = None if copies is None else (lambda _: request.costs)
+        schedule = SimulatedSchedule(fixed(request.orders), costs=costs)
+        assumes = check_lowering(schedule, request.shape, Device(hardware_queues=options.hardware_queues), copies)
     except ScheduleDeadlock as deadlock:
         _show_deadlock(options, deadlock, request)
         return 1
@@ -175,7 +171,8 @@ def show_simulated(options: argparse.Namespace) -> int:
         _check_memory(timeline, request, options.memory_limit)
     panels, name = [(request.schedule, timeline)], request.schedule
     if write_files(options, panels, memory, name, lambda: figures(timeline, request, memory)):
-        print(f"{render_text(timeline)}\n\n{summary(timeline, request, memory)}\ndeadlock free            yes")
+        print(f"{render_text(timeline)}\n\n{summary(timeline, request, memory)}")
+        print("deadlock free            yes" + ", if no two streams of a rank share a hardware queue" * assumes)
         if SCHEDULES.get(request.schedule) is interleaved and request.shape.num_model_chunks == 1:
             print("note: with one stage on each rank, interleaved is 1f1b: add --model-chunks 2")
     return 0
