@@ -95,6 +95,7 @@ def _trained(directory: str) -> dict[str, Any]:
     model = model_of("gpt2")
     setup = Setup(pp=2, cut=CUT, dtype="bf16")
     keywords = {"loss_fn": summed_loss, "split_batch": split_batch, "loss_tokens": labelled_tokens}
+    keywords["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
     engine = build(setup, layers=pipeline_layers(model), activation_spec=None, **keywords)
     for step in range(2):
         engine.train_batch(iter(models.batches(step=step)))

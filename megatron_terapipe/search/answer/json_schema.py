@@ -34,23 +34,23 @@ Amount = Annotated[float, Field(ge=0, le=1e40)]
 """Seconds, bytes or a speed. Sums of those have no overflow."""
 
 
-def _whole(kind: type[Any], amounts: dict[str, float]) -> dict[str, float]:
-    """Return an object that has all fields of a class."""
-    if missing := [each.name for each in fields(kind) if each.name not in amounts]:
+def _whole(kind: type[Any], more: tuple[str, ...], amounts: dict[str, float]) -> dict[str, float]:
+    """Return an object that has all fields of a class, and more."""
+    if missing := [name for name in (*(each.name for each in fields(kind)), *more) if name not in amounts]:
         raise ValueError(f"{missing[0]} is missing")
     return amounts
 
 
 BreakdownObject = Annotated[
     dict[str, Amount],
-    AfterValidator(partial(_whole, TimeBreakdown)),
+    AfterValidator(partial(_whole, TimeBreakdown, ())),
     WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown))),
 ]
 """Seconds of an iteration by their cause."""
 
 MemoryObject = Annotated[
     dict[str, Amount],
-    AfterValidator(partial(_whole, RankMemory)),
+    AfterValidator(partial(_whole, RankMemory, ("total",))),
     WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others")),
 ]
 """Bytes of a pipeline rank by their use."""
