@@ -88,7 +88,7 @@ class RunLengths:
     def are_new(self, batch: Batch) -> bool:
         """Whether a batch may load kernels."""
         found = ((tokens, self._run[key]) for key, tokens in self._lengths(batch))
-        return self.settles and any(tokens not in run and len(run) < LENGTHS_OF_A_RANGE for tokens, run in found)
+        return any(tokens not in run and len(run) < LENGTHS_OF_A_RANGE for tokens, run in found)
 
     def add(self, batch: Batch) -> None:
         """Add the lengths of a batch that has run."""
@@ -98,7 +98,7 @@ class RunLengths:
 
     def _lengths(self, batch: Batch) -> Iterator[tuple[Hashable, int]]:
         """Lengths of token slices and of their keys, each with its range: up to a power of 2, whole tiles or not."""
-        for content, tokens in batch.lengths():
+        for content, tokens in batch.lengths() if self.settles else ():
             yield (batch.extent, content, tokens.bit_length(), tokens % 128 == 0), tokens
 
 

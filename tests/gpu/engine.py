@@ -36,9 +36,8 @@ def one_rank() -> Iterator[Section]:
 
 def two_ranks(transfer_timeout_s: float) -> Iterator[Section]:
     """Schedules, a new length of token slices, numbers, drains and fewer queues, on two ranks."""
-    sharings = Section("Several ranks on the devices of this host", ("way", "result"))
-    chosen = find_sharing(2, sharings)
-    yield sharings
+    chosen, tried = find_sharing(2)
+    yield tried
     if chosen is None:
         return
     table, settings = pipelines_section(), Settings(chosen, transfer_timeout_s, start_s=90.0)
@@ -52,9 +51,8 @@ def two_ranks(transfer_timeout_s: float) -> Iterator[Section]:
 
 def all_cases(transfer_timeout_s: float) -> Iterator[Section]:
     """Every case and every setup, on up to four ranks."""
-    sharings = Section("Several ranks on the devices of this host", ("way", "result"))
-    chosen = find_sharing(4, sharings)
-    yield sharings
+    chosen, tried = find_sharing(4)
+    yield tried
     if chosen is None:
         return
     yield from play(cases(), Settings(chosen, transfer_timeout_s), pipelines_section())
@@ -63,8 +61,9 @@ def all_cases(transfer_timeout_s: float) -> Iterator[Section]:
     ranks.end()
 
 
-def find_sharing(num_ranks: int, table: Section) -> Sharing | None:
-    """The first way in which several ranks get a device that works; a row for each that was tried."""
+def find_sharing(num_ranks: int) -> tuple[Sharing | None, Section]:
+    """The first way in which several ranks get a device that works, and a row for each that was tried."""
+    table = Section("Several ranks on the devices of this host", ("way", "result"))
     for sharing in possible_sharings(num_ranks):
         progress(f"trying {sharing.name}")
         variables = [sharing.of_rank(rank, {}) for rank in range(num_ranks)]
@@ -77,8 +76,8 @@ def find_sharing(num_ranks: int, table: Section) -> Sharing | None:
                 print(log.read_text(errors="replace") if log.exists() else "")
                 continue
         table.add(sharing.name, "ok")
-        return sharing
-    return None
+        return sharing, table
+    return None, table
 
 
 def pipelines_section() -> Section:
