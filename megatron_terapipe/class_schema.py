@@ -40,9 +40,8 @@ def class_schema(kind: Any, *, whole: bool = True) -> dict[str, Any]:
 
 def _texts(kind: Any) -> Iterator[tuple[str, str]]:
     """The fields of a dataclass and of its bases, with the texts below them."""
-    for each in kind.__mro__:
-        if is_dataclass(each):
-            yield from field_texts(each).items()  # type: ignore[arg-type]
+    if is_dataclass(kind):
+        yield from field_texts(kind).items()  # type: ignore[arg-type]
 
 
 def _dataclasses_of(kind: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import cache
 from io import BytesIO, TextIOWrapper
 from itertools import pairwise
@@ -220,10 +221,11 @@ def _classes(path: str) -> dict[str, ast.ClassDef]:
 
 
 def field_texts(kind: type) -> dict[str, str]:
-    """Return the string below each field of a class, on one line, by the name of the field; its bases are left out."""
+    """Return the string below each field of a dataclass, on one line, by the name of the field; of its bases, too."""
     return {
         field.target.id: " ".join(text.value.value.split())
-        for field, text in pairwise(_classes(str(sys.modules[kind.__module__].__file__))[kind.__name__].body)
+        for each in filter(is_dataclass, reversed(kind.__mro__))
+        for field, text in pairwise(_classes(str(sys.modules[each.__module__].__file__))[each.__name__].body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }

@@ -105,7 +105,13 @@ class BlockShape:
     """Key and value heads of its attention; 0 = the attention is left out."""
 
     ffn_hidden_size: int
-    """Width of the hidden layer of its MLP; 0 = the MLP is left out."""
+    """Width of the hidden layer of its MLP, or of each expert; 0 = the MLP is left out."""
+
+    num_experts: int = 0
+    """Experts in place of its MLP; 0 = an MLP."""
+
+    shared_ffn_hidden_size: int = 0
+    """Width of the hidden layer of its shared experts; 0 = none."""
 
     window: int | None = None
     """Tokens that a token attends to, itself included; None = all before it."""

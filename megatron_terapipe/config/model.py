@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import lcm, sqrt
 from typing import Literal
 
+from megatron_terapipe.config.experts import ExpertSettings, check_experts, resolve_experts
 from megatron_terapipe.config.layers import (
     MOST_HEADS,
     MOST_WIDTH,
@@ -19,7 +20,7 @@ from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(ExpertSettings):
     """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2."""
 
     model_preset: str | None = option(None, metavar="NAME|PATH")
@@ -256,6 +257,7 @@ class ModelConfig:
         # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2); as Megatron's.
         gated_width = max(64, 8 * self.hidden_size // 3 // 64 * 64)
         resolve(self, "ffn_hidden_size", gated_width if self.gated else 4 * self.hidden_size)
+        resolve_experts(self, self.ffn_hidden_size)
         resolve(self, "num_key_value_heads", self.num_attention_heads)
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         resolve(self, "max_position_embeddings", self.seq_length)
@@ -281,6 +283,7 @@ class ModelConfig:
                 f"{self.vocab_size} or more"
             )
         check_rotation(self)
+        check_experts(self)
         self._check_block()
         self._resolve_layers()
 
@@ -297,6 +300,11 @@ class ModelConfig:
             raise ConfigError(f"--no-rope-freq {self.no_rope_freq} needs rotations: add --position-embedding-type rope")
 
     def _resolve_layers(self) -> None:
+        if self.heterogeneous_layers_config_path is not None and self.has_experts:
+            raise ConfigError(
+                "--heterogeneous-layers-config-path describes layers with an MLP, and --num-experts is given: drop one "
+                "of them; --moe-layer-freq lists the layers of experts"
+            )
         if self.heterogeneous_layers_config_path is not None:
             layers = canonical_layers(self.heterogeneous_layers_config_path)
             object.__setattr__(self, "heterogeneous_layers_config_path", layers)
@@ -352,6 +360,14 @@ class ModelConfig:
             whole = named if self.window_attn_skip_freq.strip().isdigit() else tuple(not each for each in named)
         if self.no_rope_freq is not None:
             unrotated = layers_of_pattern(self.no_rope_freq, count, "--no-rope-freq")
+        if self.num_experts is not None:
+            layer_of_experts = replace(
+                usual,
+                ffn_hidden_size=self.moe_ffn_hidden_size,
+                num_experts=self.num_experts,
+                shared_ffn_hidden_size=self.moe_shared_expert_intermediate_size or 0,
+            )
+            shapes = [layer_of_experts if each else usual for each in self.layers_of_experts(count)]
         return tuple(
             replace(shape, window=None if whole[index] else self.sliding_window, rotated=not unrotated[index])
             for index, shape in enumerate(shapes)

@@ -164,6 +164,10 @@ class SequenceState:
         self._layers: dict[int, tuple[int | None, KeyValueState | None]] = {}
         self.shared: dict[tuple[int, str], Any] = {}
         """Values that layers share of a token slice, by its first position and a name; see `Past.once`."""
+        self.carried: dict[tuple[int, str], Any] = {}
+        """Values that a layer carries from token slice to token slice, by the layer and a name; see `Past.carried`."""
+        self.kept: dict[tuple[int, int, str], Any] = {}
+        """Values of a forward that a second one gets again, by layer, first position and name; see `Past.kept`."""
         self.drawn = DrawnNumbers(token_slices.seq_length)
         """Random numbers of dropout."""
 
@@ -256,6 +260,26 @@ class Past:
         if key not in self._sequence.shared:
             self._sequence.shared[key] = make()
         return self._sequence.shared[key]
+
+    def carried(self, name: str, make: Callable[[], Made]) -> Made:
+        """A value that this layer carries from token slice to token slice; made at the first one."""
+        key = self._layer, name
+        if key not in self._sequence.carried:
+            self._sequence.carried[key] = make()
+        return self._sequence.carried[key]
+
+    def kept(self, name: str, make: Callable[[], Made]) -> Made:
+        """A value of this layer and token slice that a forward computed again gets from the first one.
+
+        So a choice is made once, though stages or layers are computed twice. It is kept until the last backward of the
+        micro-batch; without a backward it is not kept.
+        """
+        if self._sequence.forward_only:
+            return make()
+        key = self._layer, self.prefix_len, name
+        if key not in self._sequence.kept:
+            self._sequence.kept[key] = make()
+        return self._sequence.kept[key]
 
     def room(self, like: Tensor, window: int | None = None) -> tuple[Tensor, Tensor] | None:
         """Tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; None for none."""
