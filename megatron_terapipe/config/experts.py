@@ -53,7 +53,9 @@ class ExpertSettings:
     moe_router_topk: int = option(2, least=1, most=MOST_EXPERTS, needs=("num_experts",))
     """Experts that each token chooses."""
 
-    moe_ffn_hidden_size: int = option(derived="--ffn-hidden-size", least=1, most=MOST_WIDTH, needs=("num_experts",))
+    moe_ffn_hidden_size: int | None = option(
+        derived="--ffn-hidden-size", least=1, most=MOST_WIDTH, needs=("num_experts",)
+    )
     """Width of the hidden layer of each expert."""
 
     moe_shared_expert_intermediate_size: int | None = option(None, least=1, most=MOST_WIDTH, needs=("num_experts",))

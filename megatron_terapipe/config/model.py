@@ -363,7 +363,7 @@ class ModelConfig(ExpertSettings):
         if self.num_experts is not None:
             layer_of_experts = replace(
                 usual,
-                ffn_hidden_size=self.moe_ffn_hidden_size,
+                ffn_hidden_size=self.moe_ffn_hidden_size or self.ffn_hidden_size,
                 num_experts=self.num_experts,
                 shared_ffn_hidden_size=self.moe_shared_expert_intermediate_size or 0,
             )

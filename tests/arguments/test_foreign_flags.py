@@ -128,7 +128,6 @@ def test_neutral_values_change_nothing() -> None:
         assert refusal(f"{name} 2") == f"{name} 2: {each.text}"
         assert each.text.endswith((MODEL, TRAINING)) or re.search(r": use [^:]*$", each.text)
         assert "drop" not in each.text
-    assert parse("--num-experts 1 1") == parse()
 
 
 def test_idle_flags_are_listed_in_one_line() -> None:
@@ -192,7 +191,7 @@ def test_llama_scripts_of_megatron_deepspeed_and_megatron_lm() -> None:
         assert (model.num_key_value_heads, model.rotary_base, model.layernorm_epsilon) == (2, base, epsilon)
 
 
-@pytest.mark.parametrize("words", ["--num-experts 8", "--swiglu --squared-relu", "--zero-reduce-bucket-size 0"])
+@pytest.mark.parametrize("words", ["--mtp-num-layers 8", "--swiglu --squared-relu", "--zero-reduce-bucket-size 0"])
 def test_the_trainer_ends_with_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main((REQUIRED + words).split()) == 2
     out, err = capsys.readouterr()
