@@ -111,7 +111,9 @@ def test_aliases(words: str, section: str, field: str, value: object) -> None:
 
 
 def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
-    line = refusal("--embed-layernorm --num-layer 4 --seed 1 --mtp_num_layers=8 --embed-layernorm --qqqqq --xyzzy 1 --mup")
+    line = refusal(
+        "--embed-layernorm --num-layer 4 --seed 1 --mtp_num_layers=8 --embed-layernorm --qqqqq --xyzzy 1 --mup"
+    )
     reasons = line.split("; ")
     assert [reason.partition(":")[0] for reason in reasons] == [
         *("--embed-layernorm", "--num-layer is not a flag", "--mtp-num-layers 8"),
