@@ -6,7 +6,7 @@ Metrics, the cost model of the search and the balanced cut into token slices all
     Korthikanti  Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198
 
 FLOPs count a multiplication and an addition as two, and only matrix products, as both papers do. A backward takes
-twice its forward. Bytes and FLOPs are of the whole model, before any parallelism divides them.
+twice its forward. A token costs the FLOPs of the experts that it chooses, and of the router. Bytes and FLOPs are of the whole model, before any parallelism divides them.
 
 A token at position x attends to min(x + 1, W) positions in a sliding window of W tokens, itself included, and to x + 1
 without one. For the tokens [s, e) these are, with (n)+ for max(n, 0),
@@ -17,6 +17,7 @@ without one. For the tokens [s, e) these are, with (n)+ for max(n, 0),
 Arguments are numbers, or arrays that broadcast; counts of whole numbers below 2^53 are exact.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_terapipe.config.layers import BlockShape
@@ -67,31 +68,59 @@ read and written once for each time, 8 bytes a weight: at 2,048 tokens that is a
 device that does 165 FLOPs a byte."""
 
 
-def block_weights(model: ModelConfig, block: BlockShape) -> int:
-    """Entries of the weight matrices of a block: query, key, value, projection, and those of the MLP."""
+def block_weights(model: ModelConfig, block: BlockShape, *, active: bool = False) -> int:
+    """Entries of the weight matrices of a block: query, key, value, projection, and those of MLP, router and experts.
+
+    Args:
+        active: count only those that a token is multiplied by: of the experts, the ones that it chooses.
+    """
     query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
     key_value_size = 2 * block.num_key_value_heads * model.kv_channels
     attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
-    return attention + (2 + model.gated) * model.hidden_size * block.ffn_hidden_size
+    experts = model.moe_router_topk if active and block.num_experts else block.num_experts
+    routed = router_weights(model, block) + experts * mlp_weights(model, block.ffn_hidden_size)
+    return attention + routed + mlp_weights(model, dense_width(block))
+
+
+def dense_width(block: BlockShape) -> int:
+    """Width of the MLP that every token goes through: the shared experts together, or the MLP of a dense layer."""
+    return block.shared_ffn_hidden_size if block.num_experts else block.ffn_hidden_size
+
+
+def mlp_weights(model: ModelConfig, width: int) -> int:
+    """Entries of the matrices of one MLP, or of one expert, with a hidden layer of `width`."""
+    return (2 + model.gated) * model.hidden_size * width
+
+
+def router_weights(model: ModelConfig, block: BlockShape) -> int:
+    """Entries of the matrix of a router; each tensor- and expert-parallel rank has all of them."""
+    return model.hidden_size * block.num_experts
+
+
+def expert_parameters(model: ModelConfig, block: BlockShape) -> int:
+    """Parameters of the experts of a block without the shared ones. Expert-parallel ranks share them, others do not."""
+    biases = model.has_mlp_bias * ((1 + model.gated) * block.ffn_hidden_size + model.hidden_size)
+    return block.num_experts * (mlp_weights(model, block.ffn_hidden_size) + biases)
 
 
 def block_parameters(model: ModelConfig, block: BlockShape) -> int:
     """Parameters of a block: matrices, their biases, and norms (SC'21 equation 2: 12h^2 + 13h)."""
-    shared = block_weights(model, block)
+    shared = block_weights(model, replace(block, num_experts=0, ffn_hidden_size=dense_width(block)))
     if block.num_key_value_heads:
         queries, keys = _head_channels(model, block)
         shared += model.has_qkv_bias * (queries + 2 * keys)
         shared += (model.qk_norm == "all-heads") * (queries + keys)
-    shared += model.has_mlp_bias * (1 + model.gated) * block.ffn_hidden_size
-    return shared + block_unshared_parameters(model, block)
+    shared += model.has_mlp_bias * (1 + model.gated) * dense_width(block)
+    return shared + expert_parameters(model, block) + block_unshared_parameters(model, block)
 
 
 def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Parameters of a block of which every tensor-parallel rank has a copy: norms, and biases after a reduction."""
-    has_attention, has_mlp = bool(block.num_key_value_heads), bool(block.ffn_hidden_size)
+    """Parameters of a block of which every tensor-parallel rank has a copy: norms, routers, biases after a reduction."""
+    has_attention, has_mlp = bool(block.num_key_value_heads), bool(dense_width(block))
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
     of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
-    return block_norms(model, block) * norm_parameters(model) + biases * model.hidden_size + of_heads
+    norms = block_norms(model, block) * norm_parameters(model)
+    return norms + biases * model.hidden_size + of_heads + router_weights(model, block)
 
 
 def block_norms(model: ModelConfig, block: BlockShape) -> int:
@@ -128,15 +157,21 @@ def output_parameters(model: ModelConfig) -> int:
     return 0 if tied else model.padded_vocab_size() * model.hidden_size
 
 
-def model_parameters(model: ModelConfig) -> int:
-    """Count all parameters, tied ones once."""
+def model_parameters(model: ModelConfig, *, active: bool = False) -> int:
+    """Count all parameters, tied ones once.
+
+    Args:
+        active: of the experts, count only the weights of those that a token chooses, as published for such models.
+    """
     blocks = sum(block_parameters(model, block) for block in model.blocks)
+    if active:
+        blocks -= sum(block_weights(model, block) - block_weights(model, block, active=True) for block in model.blocks)
     return embedding_parameters(model) + blocks + norm_parameters(model) + output_parameters(model)
 
 
 def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
     """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
-    return 2 * block_weights(model, block)
+    return 2 * block_weights(model, block, active=True)
 
 
 def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:

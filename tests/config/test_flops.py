@@ -1,5 +1,7 @@
 """Parameters, FLOPs, attended positions and bytes, against the papers and by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from megatron_terapipe.config.presets import find_preset
 
 
 def gpt(
-    layers: int, hidden: int, heads: int, seq_length: int = 2048, vocab_size: int = 51200, **given: int
+    layers: int, hidden: int, heads: int, seq_length: int = 2048, vocab_size: int = 51200, **given: Any
 ) -> ModelConfig:
     return ModelConfig(
         num_layers=layers,
@@ -37,6 +39,79 @@ def gpt(
 def test_sc21_table_1_parameters(layers: int, hidden: int, heads: int, billions: float) -> None:
     """The models of arXiv 2104.04473 table 1, to the digit printed."""
     assert flops.model_parameters(gpt(layers, hidden, heads)) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def mixture(layers: int, hidden: int, heads: int, vocab_size: int, **given: object) -> ModelConfig:
+    usual = {"activation": "swiglu", "normalization": "rmsnorm", "position_embedding_type": "rope", "disable_bias_linear": True}
+    return gpt(layers, hidden, heads, 4096, vocab_size, untie_embeddings_and_output_weights=True, **usual | given)
+
+
+MIXTURES = {
+    "Mixtral 8x7B (arXiv 2401.04088)": (
+        mixture(32, 4096, 32, 32000, num_key_value_heads=8, num_experts=8, moe_ffn_hidden_size=14336),
+        (46.7, 12.9),
+    ),
+    "Qwen3-30B-A3B (arXiv 2505.09388)": (
+        mixture(
+            *(48, 2048, 32, 151936),
+            **{"num_key_value_heads": 4, "kv_channels": 128, "qk_norm": "head"},
+            **{"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768},
+        ),
+        (30.5, 3.3),
+    ),
+    "OLMoE 1B-7B (arXiv 2409.02060)": (
+        mixture(
+            *(16, 2048, 16, 50304),
+            **{"qk_norm": "all-heads", "num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 1024},
+        ),
+        (6.9, 1.3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "billions"), MIXTURES.values(), ids=MIXTURES)
+def test_published_parameters_of_mixtures(model: ModelConfig, billions: tuple[float, float]) -> None:
+    """All and active parameters, to the digit printed; Qwen3's active ones are 3.353 B, which the paper cuts off."""
+    counted = flops.model_parameters(model), flops.model_parameters(model, active=True)
+    assert counted == pytest.approx([1e9 * each for each in billions], abs=0.054e9)
+
+
+def test_layers_of_experts_by_hand() -> None:
+    """DeepSeek-V3's 3 dense and 58 layers of experts (arXiv 2412.19437 section 4.2), with attention as it is here."""
+    model = mixture(
+        *(61, 7168, 128, 129280),
+        **{"num_experts": 256, "moe_router_topk": 8, "moe_ffn_hidden_size": 2048, "ffn_hidden_size": 18432},
+        **{"moe_shared_expert_intermediate_size": 2048, "moe_layer_freq": "[0]*3+[1]*58", "kv_channels": 128},
+    )
+    dense, sparse = model.blocks[0], model.blocks[3]
+    assert set(model.blocks[3:]) == {sparse} and dense.num_experts == 0
+    expert, router = 3 * 7168 * 2048, 7168 * 256
+    without = flops.block_parameters(model, dense) - 3 * 7168 * 18432
+    assert flops.block_parameters(model, sparse) - without == 257 * expert + router
+    assert flops.expert_parameters(model, sparse) == 256 * expert
+    # Tensor-parallel ranks share the matrices of attention and of the shared expert.
+    assert flops.block_unshared_parameters(model, sparse) == 2 * 7168 + router
+    saved = flops.linear_flops_per_token(model, dense) - flops.linear_flops_per_token(model, sparse)
+    assert saved == 2 * (3 * 7168 * 18432 - 9 * expert - router)
+
+
+def test_biases_of_experts() -> None:
+    model, dense = gpt(1, 64, 4, num_experts=4), gpt(1, 64, 4)
+    bias = 5 * 64
+    assert flops.expert_parameters(model, model.blocks[0]) == 4 * (8 * 64**2 + bias)
+    more = flops.block_parameters(model, model.blocks[0]) - flops.block_parameters(dense, dense.blocks[0])
+    assert more == 3 * (8 * 64**2 + bias) + 4 * 64
+
+
+def test_flops_of_experts_are_those_of_megatron() -> None:
+    """Megatron-LM's `num_floating_point_operations` for SwiGLU, whose `moe_layer_flops` leaves the router out:
+    3 x (4 x 1.5 h (K f + f_shared)) a token and layer, beside attention and logits."""
+    model, hidden, width = MIXTURES["Qwen3-30B-A3B (arXiv 2505.09388)"][0], 2048, 768
+    attention = 2 * (2 * hidden * 32 * 128 + 2 * hidden * 4 * 128) + 4 * 32 * 128 * 4096
+    experts = 4 * 1.5 * hidden * 8 * width
+    router = 2 * hidden * 128
+    each = 48 * (attention + experts + router) + 2 * hidden * 151936
+    assert flops.iteration_flops(model, 2) == 2 * 3 * 4096 * each
 
 
 @given(layers=draw.integers(1, 100), heads=draw.integers(1, 64), width=draw.integers(1, 128), batch=draw.integers(1, 9))
