@@ -6,7 +6,8 @@ Metrics, the cost model of the search and the balanced cut into token slices all
     Korthikanti  Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198
 
 FLOPs count a multiplication and an addition as two, and only matrix products, as both papers do. A backward takes
-twice its forward. A token costs the FLOPs of the experts that it chooses, and of the router. Bytes and FLOPs are of the whole model, before any parallelism divides them.
+twice its forward. Of experts only those that a token chooses count. Bytes and FLOPs are of the whole model, before any
+parallelism divides them.
 
 A token at position x attends to min(x + 1, W) positions in a sliding window of W tokens, itself included, and to x + 1
 without one. For the tokens [s, e) these are, with (n)+ for max(n, 0),
@@ -115,7 +116,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Parameters of a block of which every tensor-parallel rank has a copy: norms, routers, biases after a reduction."""
+    """Parameters of a block of which every tensor-parallel rank has a copy: norms, router, biases after a reduction."""
     has_attention, has_mlp = bool(block.num_key_value_heads), bool(dense_width(block))
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
     of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels

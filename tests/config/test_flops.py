@@ -42,8 +42,9 @@ def test_sc21_table_1_parameters(layers: int, hidden: int, heads: int, billions:
 
 
 def mixture(layers: int, hidden: int, heads: int, vocab_size: int, **given: object) -> ModelConfig:
-    usual = {"activation": "swiglu", "normalization": "rmsnorm", "position_embedding_type": "rope", "disable_bias_linear": True}
-    return gpt(layers, hidden, heads, 4096, vocab_size, untie_embeddings_and_output_weights=True, **usual | given)
+    usual = {"activation": "swiglu", "normalization": "rmsnorm", "position_embedding_type": "rope"}
+    usual |= {"disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
+    return gpt(layers, hidden, heads, 4096, vocab_size, **usual | given)
 
 
 MIXTURES = {
