@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from megatron_terapipe.run_report.metrics_file import Piece, TrainingRun
 from megatron_terapipe.search.answer.figures import time_text
-from megatron_terapipe.training.records import IterationMetrics, outlier_bound
+from megatron_terapipe.training.records import IterationMetrics, latest_loads, outlier_bound, starved_text
 
 LAST = 10
 """Iterations whose losses are averaged for the loss at the end."""
@@ -133,7 +133,9 @@ def _wall_time(run: TrainingRun) -> float | None:
     return max(times) - min(times) if times else None
 
 
-Kind = Literal["start", "restart", "end", "failure", "skipped update", "spike", "slow iteration", "save"]
+Kind = Literal[
+    "start", "restart", "end", "failure", "skipped update", "spike", "slow iteration", "starved expert", "save"
+]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -166,7 +168,7 @@ class Incident:
 
 def incidents(run: TrainingRun) -> list[Incident]:
     """Return the incidents of a run, in the order of iterations."""
-    found = [*_of_pieces(run), *_skipped(run.iterations), *_spikes(run.iterations), *_slow(run)]
+    found = [*_of_pieces(run), *_skipped(run.iterations), *_spikes(run.iterations), *_slow(run), *_starved(run)]
     found += [
         Incident("save", each.iteration, each.iteration, f"training waited {time_text(each.seconds)} for a checkpoint")
         for piece in run.pieces
@@ -252,6 +254,14 @@ def _slow(run: TrainingRun) -> Iterator[Incident]:
         if each.iteration_time_s > bounds[each.global_batch_size]:
             text = f"{time_text(each.iteration_time_s)}, {each.iteration_time_s / middle:.1f} times the median"
             yield Incident("slow iteration", each.iteration, each.iteration, text, gravity=each.iteration_time_s)
+
+
+def _starved(run: TrainingRun) -> Iterator[Incident]:
+    """Yield one incident if experts are starved at the end of the run."""
+    loads = latest_loads(run.expert_loads())
+    if loads is not None and loads.starved:
+        first = loads.iteration - loads.iterations + 1
+        yield Incident("starved expert", first, loads.iteration, starved_text(loads))
 
 
 def _together(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.records import (
     EvaluationMetrics,
     Event,
+    ExpertLoads,
     IterationMetrics,
     Line,
     Note,
@@ -28,7 +29,7 @@ from megatron_terapipe.training.records import (
     Saved,
 )
 
-EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd)}
+EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd, ExpertLoads)}
 """Kinds of events, by the value of the key `event`."""
 
 LARGEST, LATEST_S = 1e40, 6e10
@@ -154,6 +155,7 @@ class Piece:
     saves: list[Saved] = field(default_factory=list)
     """Checkpoints for which training waited."""
     notes: list[Note] = field(default_factory=list)
+    expert_loads: list[ExpertLoads] = field(default_factory=list)
 
     @property
     def first(self) -> int:
@@ -177,6 +179,8 @@ class Piece:
                 self.saves.append(line)
             case Note():
                 self.notes.append(line)
+            case ExpertLoads():
+                self.expert_loads.append(line)
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,15 @@ class TrainingRun:
                 remaining = [each for each in remaining if each.iteration < piece.first]
             remaining += [each for each in piece.evaluations if each.part == "validation"]
         return remaining
+
+    def expert_loads(self) -> list[ExpertLoads]:
+        """Return the loads of experts, without lines of iterations that a later piece repeated."""
+        return [
+            line
+            for piece, iterations in self.counted
+            for line in piece.expert_loads
+            if iterations and line.iteration <= iterations[-1].iteration
+        ]
 
 
 def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:

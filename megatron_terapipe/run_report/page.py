@@ -17,6 +17,7 @@ from megatron_terapipe.page.document import (
     timelines,
 )
 from megatron_terapipe.run_report.comparison import COMPUTE, ON_CPU
+from megatron_terapipe.run_report.experts import expert_pictures
 from megatron_terapipe.run_report.figures import listed
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.run_report.text import about, glance, heading, strategy_line, title_of
@@ -175,6 +176,7 @@ def render_report(reports: Sequence[RunReport]) -> str:
             (f"Parts of an iteration{name}", times(report), ""),
             (f"Memory of each stage{name}", memory(report), ""),
             (f"Timeline, measured and simulated{name}", timeline(report), "timelines"),
+            (f"Loads of experts{name}", expert_pictures(report.run.expert_loads()), ""),
             (f"Incidents{name}", incident_list(report), ""),
             (f"Start, end and command{name}", description(report), ""),
         ]

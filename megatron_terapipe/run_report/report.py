@@ -17,6 +17,7 @@ from megatron_terapipe.run_report.comparison import (
 )
 from megatron_terapipe.run_report.figures import Figures, Incident, figures_of, incidents
 from megatron_terapipe.run_report.metrics_file import TrainingRun, read_runs
+from megatron_terapipe.training.records import ExpertLoads, latest_loads
 
 T = TypeVar("T")
 
@@ -133,6 +134,8 @@ class RunDocument(Figures):
     """Incidents, in the order of iterations."""
     missing: tuple[str, ...]
     """Unknown figures, each with the flag that records it."""
+    expert_loads: ExpertLoads | None
+    """Loads of experts over the last iterations; null without experts. The metrics file has them over time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,4 +170,5 @@ def _run_document(report: RunReport) -> RunDocument:
         kept=tuple(report.compared),
         incidents=tuple(report.incidents),
         missing=tuple(report.missing),
+        expert_loads=latest_loads(run.expert_loads()),
     )

@@ -5,9 +5,10 @@ iterations and of evaluations have no such key. Nothing here needs torch, becaus
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import exp, isfinite
+from math import exp, inf, isfinite
+from operator import mul
 from statistics import median
 from typing import Any, ClassVar, Literal, Self
 
@@ -236,7 +237,98 @@ class RunEnd(Record):
     """Seconds since 1970, in UTC."""
 
 
-Event = RunStart | Saved | Note | RunEnd
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLoads(Record):
+    """Loads of experts. The load of an expert is the number of its tokens over its even share: 1 = balanced."""
+
+    event = "experts"
+
+    iteration: int
+    """Last iteration that is counted."""
+    iterations: int
+    """Iterations that are counted."""
+    layers: tuple[int, ...]
+    """Layers with experts, in ascending order."""
+    loads: tuple[tuple[float, ...], ...]
+    """Load of each expert, by layer."""
+    aux_loss: float | None = None
+    """Sum of the auxiliary losses of all layers, with their coefficients, as a mean over these iterations; None without
+    such losses."""
+
+    def __post_init__(self) -> None:
+        widths = {len(of_layer) for of_layer in self.loads}
+        if not (0 < self.iterations and 0 < len(self.layers) == len(self.loads) and len(widths) == 1 and min(widths)):
+            raise ValueError("loads are no table of layers x experts")
+        if not all(0 <= load < inf for of_layer in self.loads for load in of_layer):
+            raise ValueError("a load is negative or not finite")
+
+    @classmethod
+    def mean(cls, lines: Sequence[Self]) -> Self:
+        """Return the loads over the iterations of several lines of one model, at least one."""
+        total = sum(each.iterations for each in lines)
+        tables = [each.loads for each in lines]
+        weights = [each.iterations / total for each in lines]
+        means = (
+            tuple(sum(map(mul, weights, of_expert)) for of_expert in zip(*of_layer, strict=True))
+            for of_layer in zip(*tables, strict=True)
+        )
+        return replace(lines[-1], iterations=total, loads=tuple(means))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return len(self.loads[0])
+
+    @property
+    def busiest(self) -> float:
+        """Highest load of all layers."""
+        return max(map(max, self.loads))
+
+    @property
+    def starved(self) -> list[tuple[float, int, int]]:
+        """Load, layer and expert of each starved expert, the lowest load first; empty for too few iterations."""
+        if self.iterations < STARVED_FOR:
+            return []
+        table = zip(self.layers, self.loads, strict=True)
+        return sorted(
+            (load, layer, expert)
+            for layer, of_layer in table
+            for expert, load in enumerate(of_layer)
+            if load < STARVED_BELOW
+        )
+
+
+STARVED_BELOW, STARVED_FOR = 0.1, 100
+"""An expert is starved if its load is below this, over so many iterations."""
+
+
+def latest_loads(lines: Sequence[ExpertLoads]) -> ExpertLoads | None:
+    """Return the loads over the last iterations, `STARVED_FOR` of them where there are as many; None without lines.
+
+    Args:
+        lines: in the order of iterations; those before a change of layers or experts are left out.
+    """
+    latest: list[ExpertLoads] = []
+    for line in reversed(lines):
+        if latest and (line.layers, line.num_experts) != (latest[0].layers, latest[0].num_experts):
+            break
+        latest.insert(0, line)
+        if sum(each.iterations for each in latest) >= STARVED_FOR:
+            break
+    return ExpertLoads.mean(latest) if latest else None
+
+
+def starved_text(loads: ExpertLoads) -> str:
+    """Return a line about the starved experts, at least one, with the remedy."""
+    (load, layer, expert), *others = loads.starved
+    more = f", and {len(others)} more experts less than {STARVED_BELOW:.0%}" if others else ""
+    return (
+        f"expert {expert} of layer {layer} received {load:.1%} of an even share of tokens over the last "
+        f"{loads.iterations} iterations{more}: raise --moe-aux-loss-coeff, or add --moe-router-enable-expert-bias"
+    )
+
+
+Event = RunStart | Saved | Note | RunEnd | ExpertLoads
 Line = IterationMetrics | EvaluationMetrics | Event
 """Any line of the metrics file."""
 

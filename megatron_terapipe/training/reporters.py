@@ -25,7 +25,7 @@ from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.errors import ConfigError, first_line, not_installed
-from megatron_terapipe.training.records import EvaluationMetrics, IterationMetrics, Line, Note
+from megatron_terapipe.training.records import EvaluationMetrics, ExpertLoads, IterationMetrics, Line, Note
 
 Reporter = Callable[[Line], object]
 
@@ -81,6 +81,7 @@ class LogLines:
     def __init__(self, interval: int, train_iters: int, timing_option: TimingOption = "minmax") -> None:
         self._interval, self._train_iters, self._timing_option = interval, train_iters, timing_option
         self._since_last_line: list[IterationMetrics] = []
+        self._loads: ExpertLoads | None = None
         self._any_line = False
 
     def __call__(self, line: Line) -> None:
@@ -90,13 +91,15 @@ class LogLines:
                 self._since_last_line.append(line)
                 if line.iteration % self._interval == 0 or not self._any_line:
                     self._print_iterations()
+            case ExpertLoads():
+                self._loads = line
             case EvaluationMetrics():
                 _print(evaluation_line(line))
             case Note():
                 _print(line.text)
 
     def _print_iterations(self) -> None:
-        _print(iteration_line(self._since_last_line, self._train_iters))
+        _print(iteration_line(self._since_last_line, self._train_iters, self._loads))
         if self._since_last_line[-1].timers is not None:
             _print("\n".join(timer_lines(self._since_last_line, self._timing_option)))
         self._since_last_line.clear()
@@ -108,7 +111,7 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str:
+def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int, loads: ExpertLoads | None = None) -> str:
     """Return the line of a few iterations: means of loss and times, numbers of faults, the rest of the last one."""
     last = metrics[-1]
     seconds = fmean(each.iteration_time_s for each in metrics)
@@ -129,6 +132,9 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
     parts.append(f"global batch size: {last.global_batch_size:5d}")
     if losses:
         parts.append(f"lm loss: {fmean(losses):.6E}")
+    if loads is not None:
+        parts += [] if loads.aux_loss is None else [f"load_balancing_loss: {loads.aux_loss:.6E}"]
+        parts.append(f"max/mean expert load: {loads.busiest:.2f}")
     parts.append(f"loss scale: {1.0 if last.loss_scale is None else last.loss_scale:.1f}")
     if last.grad_norm is not None:
         parts.append(f"grad norm: {last.grad_norm:.3f}")

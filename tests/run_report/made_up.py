@@ -14,7 +14,15 @@ from deepspeed_ext.plan.simulate import simulate
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.records import EvaluationMetrics, IterationMetrics, Machine, RunEnd, RunStart, Saved
+from megatron_terapipe.training.records import (
+    EvaluationMetrics,
+    ExpertLoads,
+    IterationMetrics,
+    Machine,
+    RunEnd,
+    RunStart,
+    Saved,
+)
 
 STRATEGY = Strategy(pipeline_parallel_size=2, num_token_slices=2, token_slices=(16, 16), micro_batch_size=2)
 START = RunStart(
@@ -73,6 +81,7 @@ def whole_run(changes: Mapping[int, Mapping[str, Any]] | None = None) -> list[An
         START,
         *lines_of(range(1, 26), changes),
         Saved(iteration=20, seconds=0.25, time=1e9 + 15),
+        ExpertLoads(iteration=20, iterations=20, layers=(1, 3), loads=((1.5, 0.5), (0.0, 2.0)), aux_loss=0.01),
         RunEnd(iteration=25, reason="a SIGTERM came", failed=False, time=1e9 + 20),
         replace(START, iteration=20, time=1e9 + 80),
         *lines_of(range(21, 41), changes),

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.records import Line, Note, Saved
+from megatron_terapipe.training.records import ExpertLoads, Line, Note, Saved
 from megatron_terapipe.training.reporters import (
     LogLines,
     ProgressBar,
@@ -84,6 +84,16 @@ def test_evaluations() -> None:
     assert evaluation_line(TEST) == (
         " validation loss at iteration 7 on test set | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 |"
     )
+
+
+def test_a_line_of_a_model_with_experts_has_their_loss_and_the_highest_load(capsys: pytest.CaptureFixture[str]) -> None:
+    loads = ExpertLoads(iteration=7, iterations=7, layers=(0,), loads=((0.25, 1.75),), aux_loss=0.0123)
+    log = LogLines(4, 20)
+    for line in (loads, ITERATION):
+        log(line)
+    after = "| lm loss: 5.123457E+00 | load_balancing_loss: 1.230000E-02 | max/mean expert load: 1.75 | loss scale"
+    assert after in capsys.readouterr().out
+    assert "| lm loss: 5.123457E+00 | max/mean" in iteration_line([ITERATION], 20, replace(loads, aux_loss=None))
 
 
 def test_a_line_comes_after_the_first_iteration_and_then_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
