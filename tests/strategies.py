@@ -1,5 +1,6 @@
 """Hypothesis strategies shared by tests: pipelines, their orders and costs, and cuts into token slices."""
 
+from dataclasses import replace
 from random import Random
 
 from hypothesis import strategies as st
@@ -100,13 +101,18 @@ def orders_of_pipelines(
 def layouts(max_size: int = 5) -> st.SearchStrategy[ParallelLayout]:
     """Layouts over a few ranks on each axis."""
     size = st.integers(1, max_size)
-    return st.builds(
+    dense = st.builds(
         ParallelLayout,
         data_parallel_size=size,
         sequence_parallel_size=size,
         tensor_parallel_size=size,
         pipeline_parallel_size=size,
         num_token_slices=size,
+    )
+    return dense.flatmap(
+        lambda layout: st.sampled_from([n for n in (1, 2, 3, 4, 6, 8) if layout.ranks_of_a_stage % n == 0]).map(
+            lambda size: replace(layout, expert_parallel_size=size)
+        )
     )
 
 

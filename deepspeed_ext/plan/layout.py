@@ -41,12 +41,21 @@ class ParallelLayout:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     num_token_slices: int = 1
+    expert_parallel_size: int = 1
+    """Neighbouring data-, sequence- and tensor-parallel ranks of a stage that share the experts of its layers."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise PlanError(f"{name}={size!r} is not a positive whole number: give 1 or more")
+        if self.ranks_of_a_stage % self.expert_parallel_size:
+            factors = self.data_parallel_size, self.sequence_parallel_size, self.tensor_parallel_size
+            raise PlanError(
+                f"expert parallel size {self.expert_parallel_size} does not divide the data x sequence x tensor "
+                f"parallel size {' x '.join(map(str, factors))} = {self.ranks_of_a_stage} of a stage: give a divisor "
+                "of it, or launch more processes"
+            )
 
     @classmethod
     def for_world_size(
@@ -57,6 +66,7 @@ class ParallelLayout:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         num_token_slices: int = 1,
+        expert_parallel_size: int = 1,
     ) -> "ParallelLayout":
         """Give the data-parallel axis all ranks that the other axes do not use."""
         sizes = {"tensor": tensor_parallel_size, "pipeline": pipeline_parallel_size}
@@ -76,12 +86,23 @@ class ParallelLayout:
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             num_token_slices=num_token_slices,
+            expert_parallel_size=expert_parallel_size,
         )
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.num_weight_copies * self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.ranks_of_a_stage * self.pipeline_parallel_size
+
+    @property
+    def ranks_of_a_stage(self) -> int:
+        """Ranks with a part or a copy of the same layers."""
+        return self.num_weight_copies * self.tensor_parallel_size
+
+    @property
+    def num_expert_copies(self) -> int:
+        """Ranks with the same experts."""
+        return self.ranks_of_a_stage // self.expert_parallel_size
 
     @property
     def num_weight_copies(self) -> int:
@@ -108,7 +129,17 @@ class ParallelLayout:
         return (self.coordinate(rank) for rank in range(self.world_size))
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Rank lists that differ only in `axis`: the communication groups of that axis."""
+        """Rank lists that differ only in `axis`: the communication groups of that axis.
+
+        `expert` are the ranks that share experts, and `expert_copies` those of a stage with the same experts.
+        """
+        if axis in ("expert", "expert_copies"):
+            across = axis == "expert_copies"
+            size, stage = self.expert_parallel_size, self.ranks_of_a_stage
+            firsts = range(0, self.world_size, stage if across else size)
+            if not across:
+                return [[*range(first, first + size)] for first in firsts]
+            return [[*range(first + place, first + stage, size)] for first in firsts for place in range(size)]
         groups: dict[Coordinate, list[int]] = {}
         for rank, coordinate in enumerate(self.coordinates()):
             groups.setdefault(coordinate._replace(**{axis: 0}), []).append(rank)

@@ -1,4 +1,4 @@
-"""DeepSpeed's process topology with a token axis, its grid, process groups at scale, and sequence-parallel ranks."""
+"""DeepSpeed's topology with a token axis, its grid, process groups at scale, sequence- and expert-parallel ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -208,3 +208,25 @@ class SequenceParallelRanks:
         gathered = [torch.empty_like(given, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(gathered, given.contiguous(), group=self.group)
         return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallelRanks:
+    """Ranks that share the experts of each layer: rank r of EP has experts r E / EP to (r + 1) E / EP (exclusive).
+
+    By default one rank. Their parameters have an attribute `expert_parallel`.
+    """
+
+    rank: int = 0
+    """Place of this rank among them."""
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """Their process group; None for a single rank."""
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "ExpertParallelRanks":
+        """Return those of this rank. Every rank must call it at the same time."""
+        size = layout.expert_parallel_size
+        if size == 1:
+            return cls()
+        return cls(dist.get_rank() % size, size, own_group(layout.groups("expert"), timeout))

@@ -29,7 +29,7 @@ MOST_ITERATIONS = 10**9
 MOST_SAMPLES_OF_AN_ITERATION = 10**9
 MOST_RANKS = 10**6
 """Larger numbers are damage."""
-_ADDED_SIZES = {"sequence_parallel_size"}
+_ADDED_SIZES = {"sequence_parallel_size", "expert_parallel_size"}
 """Sizes of a layout that checkpoints of earlier versions do not name; they were 1."""
 _SHOWN = 40
 """Characters of a wrong value that a line shows."""
@@ -71,8 +71,8 @@ def _check_layout(layout: object) -> None:
     ranks = 1
     for name in layout:
         size = _whole(layout, name, 1, MOST_RANKS, "layout.")
-        # Token slices are time, and not ranks.
-        ranks *= 1 if name == "num_token_slices" else size
+        # Token slices are time, and expert-parallel ranks are some of the others.
+        ranks *= 1 if name in ("num_token_slices", "expert_parallel_size") else size
     if ranks > MOST_RANKS:
         raise _wrong("layout", layout, f"of {MOST_RANKS} ranks at most")
 
@@ -205,7 +205,10 @@ class CheckpointInfo:
 
     def text(self) -> str:
         """Return the content of the file."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        facts = asdict(self)
+        if facts["layout"].get("expert_parallel_size") == 1:
+            del facts["layout"]["expert_parallel_size"]  # Files of dense models stay as they were.
+        return json.dumps(facts, indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
         """Write it into a checkpoint's directory."""

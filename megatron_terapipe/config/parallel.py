@@ -1,6 +1,7 @@
 """The section of parallelism: the layout of the work over ranks, and its order in time."""
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from deepspeed_ext.plan.errors import PlanError
@@ -57,6 +58,11 @@ class ParallelConfig:
     """Which stages a rank owns if it owns several: `looped` numbers them round and round; `v` goes there and back, so
     that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files.
     `auto`, with `optimised` and `--token-slices auto`, finds the one with which the step is shorter."""
+
+    expert_model_parallel_size: int = option(1, least=1, most=10_000)
+    """Ranks that share the experts of each layer, each with as many of them. They are data-, sequence- and
+    tensor-parallel ranks of the same stage, and add none to the world size: each computes its experts for the tokens of
+    all of them."""
 
     data_parallel_size: int | None = option(None, least=1, most=MOST_RANKS)
     """Ranks that share the batch. They follow from the world size. If given, the number is checked against it."""
@@ -251,8 +257,9 @@ class ParallelConfig:
 
     @property
     def least_world_size(self) -> int:
-        """Ranks that the sizes need, with one replica where --data-parallel-size is not given."""
-        return self.ranks_of_a_replica * (self.data_parallel_size or 1)
+        """Ranks that the sizes need, with as few replicas as they allow where --data-parallel-size is not given."""
+        experts, sharing = self.expert_model_parallel_size, self.ranks_of_a_replica // self.pipeline_model_parallel_size
+        return self.ranks_of_a_replica * (self.data_parallel_size or experts // gcd(experts, sharing))
 
     @property
     def ranks_of_a_replica(self) -> int:
@@ -274,6 +281,7 @@ class ParallelConfig:
                 tensor_parallel_size=self.tensor_model_parallel_size,
                 pipeline_parallel_size=self.pipeline_model_parallel_size,
                 num_token_slices=self.num_token_slices or 1,
+                expert_parallel_size=self.expert_model_parallel_size,
             )
         except PlanError as error:
             raise ConfigError(str(error)) from None

@@ -1,5 +1,6 @@
 """Places of ranks on the axes, and layers of stages."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def test_tensor_ranks_are_neighbours_and_pipe_ranks_farthest_apart():
     assert layout.groups("sequence")[:3] == [[0, 2], [1, 3], [4, 6]]
     assert layout.groups("data")[:3] == [[0, 4], [1, 5], [2, 6]]
     assert layout.groups("pipe")[:3] == [[0, 8], [1, 9], [2, 10]]
+    folded = replace(layout, expert_parallel_size=4)
+    assert folded.groups("expert") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert folded.groups("expert_copies")[:5] == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12]]
+    assert layout.groups("expert_copies") == [[*range(8)], [*range(8, 16)]]
+
+
+@given(layouts())
+def test_each_expert_is_once_on_the_ranks_that_share_experts(layout: ParallelLayout) -> None:
+    sharing, copies = layout.groups("expert"), layout.groups("expert_copies")
+    for groups, size in ((sharing, layout.expert_parallel_size), (copies, layout.num_expert_copies)):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        assert {len(group) for group in groups} == {size}
+        assert all(len({layout.coordinate(rank).pipe for rank in group}) == 1 for group in groups)
+    assert all(len({*one} & {*other}) <= 1 for one in sharing for other in copies)
 
 
 @given(layouts(), st.sampled_from(["pipe", "data", "sequence", "tensor"]))

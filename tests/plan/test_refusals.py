@@ -100,6 +100,10 @@ REFUSED: list[Row] = [
     # Ops and shapes
     *rows("write it as 2F0.3", Op.parse, "", "F0.0", "2F", "2X0.0", "-1F0.0", "2F0.0 2F0.1"),
     *rows("is not a positive whole number", lambda extents: PipelineShape(*extents), (0, 1), (1, 1, 0), (1.0, 1)),
+    (
+        "expert parallel size 4 does not divide the data x sequence x tensor parallel size 3 x 1 x 2 = 6 of a stage",
+        lambda: ParallelLayout(data_parallel_size=3, tensor_parallel_size=2, expert_parallel_size=4),
+    ),
     *rows("is not a positive whole number", lambda size: ParallelLayout(tensor_parallel_size=size), 0, 1.5),
     ("granularity=0 is not a positive whole number", lambda: CutGrid(100, 0)),
     ("5 stages cannot be dealt as 2 model chunks", lambda: PipelineShape(5, 1, 1, num_model_chunks=2)),

@@ -15,34 +15,34 @@ PATCH = {
     # The field of the strategy: flags, JSON, tables, comparisons, ties, layouts and world size follow.
     "megatron_terapipe/strategy.py": (
         "    placement: tuple[int, ...] | None = dimension(",
-        '''    expert_model_parallel_size: int = dimension(
+        '''    expert_tensor_parallel_size: int = dimension(
         1,
         trained=(1,),
         priced=(1,),
         tried=(1,),
         ranks=True,
-        flag_help=(13, "expert-parallel sizes"),
-        label=(14, "expert-parallel size"),
-        column=(13, "ep"),
+        flag_help=(13, "ranks that share each expert"),
+        label=(14, "expert-tensor size"),
+        column=(13, "etp"),
         usual="1",
-        phrase=(11, "ep {}"),
+        phrase=(11, "etp {}"),
         tie=15,
     )
-    """Ranks that share the experts of each layer."""
+    """Ranks that share each expert."""
 
     placement: tuple[int, ...] | None = dimension(''',
     ),
     # The field of the configuration that it sets: the trainer's flag, its help and its check follow.
     "megatron_terapipe/config/parallel.py": (
         "    no_overlap_grad_reduce: bool",
-        '''    expert_model_parallel_size: Literal[1] = 1
-    """Ranks that share the experts of each layer."""
+        '''    expert_tensor_parallel_size: Literal[1] = 1
+    """Ranks that share each expert."""
 
     no_overlap_grad_reduce: bool''',
     ),
     # The flag is no longer refused.
     "megatron_terapipe/arguments/foreign_flags.toml": (
-        'one = "expert-model-parallel-size"\n',
+        'one = "expert-tensor-parallel-size"\n',
         "",
     ),
 }
@@ -68,14 +68,14 @@ def run(name, words):
         code = main(words)
     answers[name] = code, out.getvalue(), error.getvalue()
 
-run("ranked", [*rank, "--expert-model-parallel-size", "1", "--output", "out", "--explain"])
-run("refused", [*rank, "--expert-model-parallel-size", "2"])
+run("ranked", [*rank, "--expert-tensor-parallel-size", "1", "--output", "out", "--explain"])
+run("refused", [*rank, "--expert-tensor-parallel-size", "2"])
 with open("two.jsonl", "w") as file:
-    file.write(json.dumps({"expert_model_parallel_size": 2}))
+    file.write(json.dumps({"expert_tensor_parallel_size": 2}))
 run("predicted", ["predict", *rank[1:3], "--strategies", "two.jsonl", "--global-batch-size", "2", "--json", "-"])
 answers["columns"] = [name for _, name in COLUMNS]
-answers["trained"] = parse_arguments([*trainer, "--strategy", "out/strategy.json"]).parallel.expert_model_parallel_size
-for name, words in (("strategy", ["--strategy", "two.jsonl"]), ("flag", ["--expert-model-parallel-size", "2"])):
+answers["trained"] = parse_arguments([*trainer, "--strategy", "out/strategy.json"]).parallel.expert_tensor_parallel_size
+for name, words in (("strategy", ["--strategy", "two.jsonl"]), ("flag", ["--expert-tensor-parallel-size", "2"])):
     try:
         parse_arguments([*trainer, *words])
     except ConfigError as error:
@@ -129,9 +129,9 @@ def test_three_files_at_most() -> None:
 def test_search_prices_the_new_dimension(answers: dict[str, object]) -> None:
     code, table, _ = answers["ranked"]
     assert code == 0 and "to run the winner" in table
-    assert "ep" in answers["columns"]
-    assert answers["strategy.json"]["expert_model_parallel_size"] == 1
-    assert list(answers["strategy.json"])[-2:] == ["expert_model_parallel_size", "placement"]
+    assert "etp" in answers["columns"]
+    assert answers["strategy.json"]["expert_tensor_parallel_size"] == 1
+    assert list(answers["strategy.json"])[-2:] == ["expert_tensor_parallel_size", "placement"]
 
 
 def test_the_launched_trainer_reads_it(answers: dict[str, object]) -> None:
@@ -141,10 +141,10 @@ def test_the_launched_trainer_reads_it(answers: dict[str, object]) -> None:
 def test_values_that_are_not_allowed_are_refused(answers: dict[str, object]) -> None:
     code, _, error = answers["refused"]
     assert code == 2
-    assert error == "error: --expert-model-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
+    assert error == "error: --expert-tensor-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
     code, answer, _ = answers["predicted"]
     (entry,) = json.loads(answer)["entries"]
     assert code == 0 and not entry["feasible"]
-    assert entry["reason"] == "expert_model_parallel_size 2 is not one of 1"
-    assert answers["strategy"] == "strategy: expert_model_parallel_size 2 cannot be trained yet: use 1"
-    assert answers["flag"].startswith("--expert-model-parallel-size")
+    assert entry["reason"] == "expert_tensor_parallel_size 2 is not one of 1"
+    assert answers["strategy"] == "strategy: expert_tensor_parallel_size 2 cannot be trained yet: use 1"
+    assert answers["flag"].startswith("--expert-tensor-parallel-size")
