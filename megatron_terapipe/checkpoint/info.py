@@ -205,10 +205,7 @@ class CheckpointInfo:
 
     def text(self) -> str:
         """Return the content of the file."""
-        facts = asdict(self)
-        if facts["layout"].get("expert_parallel_size") == 1:
-            del facts["layout"]["expert_parallel_size"]  # Files of dense models stay as they were.
-        return json.dumps(facts, indent=2) + "\n"
+        return json.dumps(asdict(self), indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
         """Write it into a checkpoint's directory."""

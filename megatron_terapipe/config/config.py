@@ -50,6 +50,7 @@ class Config:
         self._check_stages()
         self._check_tensor_parallel()
         self._check_sequence_parallel()
+        self._check_expert_parallel()
         self._check_vocabulary_stages()
         if self.parallel.token_slices != AUTO:
             self.token_slices()
@@ -145,10 +146,11 @@ class Config:
         if self.model.vocab_rows is not None:
             shares.append(("--vocab-rows", self.model.vocab_rows))
         for block in self.model.blocks:
-            shares += [
-                ("--num-key-value-heads", block.num_key_value_heads),
-                ("--ffn-hidden-size", block.ffn_hidden_size),
-            ]
+            # Tensor-parallel ranks share no expert.
+            cut = ("--moe-shared-expert-intermediate-size", block.shared_ffn_hidden_size)
+            if not block.num_experts:
+                cut = ("--ffn-hidden-size", block.ffn_hidden_size)
+            shares += [("--num-key-value-heads", block.num_key_value_heads), cut]
         for name, number in shares:
             if number % size:
                 raise ConfigError(
@@ -175,6 +177,26 @@ class Config:
                     f"--ds-sequence-parallel-size {size} neither by whole heads nor by whole ranks: give a multiple or "
                     f"a divisor of {size}"
                 )
+
+    def _check_expert_parallel(self) -> None:
+        experts, size = self.model.num_experts, self.parallel.expert_model_parallel_size
+        tensor = self.parallel.tensor_model_parallel_size
+        if experts is None:
+            if size > 1:
+                raise ConfigError(
+                    f"--expert-model-parallel-size {size} deals experts to ranks, and the model has none: add "
+                    "--num-experts, or drop it"
+                )
+        elif experts % size:
+            raise ConfigError(
+                f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {size}, whose ranks have "
+                "as many experts each: change one of them"
+            )
+        elif tensor > 1 and not self.parallel.sequence_parallel:
+            raise ConfigError(
+                f"--num-experts {experts} with --tensor-model-parallel-size {tensor} and without --sequence-parallel "
+                "would compute every token's experts on each tensor-parallel rank: add --sequence-parallel"
+            )
 
     def _check_vocabulary_stages(self) -> None:
         parallel, model = self.parallel, self.model
