@@ -59,9 +59,10 @@ from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.attention import SelfAttention
-from megatron_terapipe.model.block import Activation, DropoutSite, TransformerBlock, residual_dropout
+from megatron_terapipe.model.block import DropoutSite, TransformerBlock, residual_dropout
 from megatron_terapipe.model.embedding import WordEmbedding, tied_logits
 from megatron_terapipe.model.gpt import gpt_loss
+from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.norm import NORMS, Sum
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, TensorParallelRanks
 

@@ -14,7 +14,7 @@ from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.pointwise import CACHE_FOLDER, Pointwise, check_cache_folder, is_compiled
 from deepspeed_ext.runtime.attention import kernels, positional_dropout
-from megatron_terapipe.model import block, logits, norm, rotary
+from megatron_terapipe.model import logits, mlp, norm, rotary
 
 
 def numbers(*shape: int) -> Tensor:
@@ -28,10 +28,10 @@ def bits(*shape: int) -> Tensor:
 HEADS, TURNS, SCORES = (2, 6, 2, 4, 8), (1, 6, 1, 4), (2, 2, 2, 6, 9)
 ROWS = numbers(*SCORES[:-1]) + 5, numbers(*SCORES), numbers(*SCORES[:-1])
 CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
-    "swiglu": (block._gated, lambda: (numbers(2, 6, 16), "silu")),
-    "swiglu_backward": (block._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
-    "geglu": (block._gated, lambda: (numbers(2, 6, 16), "tanh")),
-    "geglu_backward": (block._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
+    "swiglu": (mlp._gated, lambda: (numbers(2, 6, 16), "silu")),
+    "swiglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
+    "geglu": (mlp._gated, lambda: (numbers(2, 6, 16), "tanh")),
+    "geglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
     "rms_norm": (norm._norm_of_sum, lambda: (numbers(2, 6, 16), None, 1.0, norm._rms_norm, numbers(16), 1e-5, False)),
     "rms_norm_backward": (
         norm._gradient_of_sum,

@@ -36,6 +36,12 @@ class Past(Protocol):
     def once(self, name: str, make: Callable[[], Made]) -> Made:
         """Return `make()`, computed once for all layers of these tokens."""
 
+    def carried(self, name: str, make: Callable[[], Made]) -> Made:
+        """Return `make()` of the first token slice of the micro-batch, for this layer."""
+
+    def kept(self, name: str, make: Callable[[], Made]) -> Made:
+        """Return `make()` of the first forward of this layer and token slice, if it is computed again."""
+
     def room(self, like: Tensor, window: int | None) -> tuple[Tensor, Tensor] | None:
         """Return tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; or None."""
 

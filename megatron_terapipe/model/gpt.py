@@ -20,6 +20,7 @@ from megatron_terapipe.model.embedding import (
     WordEmbedding,
     tied_logits,
 )
+from megatron_terapipe.model.experts import ExpertParallelRanks
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.norm import NORMS
 from megatron_terapipe.model.rotary import RotaryTable
@@ -32,6 +33,7 @@ def gpt_layers(
     *,
     recompute_cheap: bool = False,
     vocabulary_parts: int = 1,
+    expert_ranks: ExpertParallelRanks | None = None,
 ) -> list[LayerSpec]:
     """Return the layers of the model, first to last: embeddings, transformer layers, final norm, output layer.
 
@@ -39,6 +41,7 @@ def gpt_layers(
         ranks: ranks that share the matrices of each layer; None for a single rank.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
         vocabulary_parts: layers that share the rows of the output layer; more than 1 only where its weight is untied.
+        expert_ranks: ranks that share the experts of each layer; None for a single rank.
     """
     ranks = ranks or TensorParallelRanks()
     rotations = {block: rotation_of(model, block) for block in model.blocks}
@@ -57,6 +60,7 @@ def gpt_layers(
             ranks,
             recompute_cheap=recompute_cheap,
             rotary=tables.get(rotations[block]),
+            expert_ranks=expert_ranks,
         )
         for block in model.blocks
     ]

@@ -24,6 +24,7 @@ gradient of its output and its own input, as this rank has it:
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -103,6 +104,13 @@ class TensorParallelRanks:
         # Read by the runtime, which sums the gradient over ranks: each has a part of it.
         parameter.sequence_parallel = self.sequence_parallel or (of_heads and self.size > 1)
         return parameter
+
+    def whole(self, *shape: int, initialize: Initializer | None) -> nn.Parameter:
+        """Return a parameter that every rank draws whole, and applies to its own tokens; None leaves it at 0."""
+        weight = torch.zeros(*shape)
+        if initialize is not None:
+            initialize(weight, WeightPart(shape))
+        return self.replicated(weight)
 
     def own_tokens(self, whole: Tensor) -> Tensor:
         """Return the tokens that this rank has between the matrices: [B, n, ...] of `whole` [B, N, ...]."""
@@ -198,12 +206,12 @@ def _is_watched(weight: Tensor) -> bool:
     return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
-def _accumulates_in_place(weight: Tensor) -> bool:
+def accumulates_in_place(weight: Tensor) -> bool:
     """Whether a gradient may be added to `weight.grad` without autograd: not the first one, which autograd sets."""
     return weight.is_leaf and weight.grad is not None and not _is_watched(weight)
 
 
-def _accumulated(weight: Tensor) -> Any | None:
+def gradient_sums(weight: Tensor) -> Any | None:
     """The `AccumulatedGradient` of the runtime to which the gradient of a weight is added; None for `weight.grad`."""
     accumulated = getattr(weight, "accumulated_gradient", None) if weight.is_leaf else None
     return None if accumulated is None or _is_watched(weight) else accumulated
@@ -270,10 +278,10 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> Tensor | None:
     """The product, or None once it is added to the gradient that the weight has."""
     rows, inputs = output_gradient.flatten(0, -2), inputs.flatten(0, -2)
-    if (accumulated := _accumulated(weight)) is not None:
+    if (accumulated := gradient_sums(weight)) is not None:
         accumulated.add_product(rows, inputs)
         return None
-    if not _accumulates_in_place(weight):
+    if not accumulates_in_place(weight):
         return (rows.t() @ inputs).view_as(weight)
     weight.grad.flatten(0, -2).addmm_(rows.t(), inputs)
     return None
@@ -292,6 +300,25 @@ def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weigh
         return _weight_gradient(weight, output_gradient, inputs)
     of_weight.addmm_(output_gradient.flatten(0, -2).t(), inputs.flatten(0, -2))
     return of_weight
+
+
+def now_or_deferred(weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor | None:
+    """Compute a product of a weight, unless its backward defers such products.
+
+    Args:
+        product: adds to the gradient that the weight has, and returns None, or the first gradient.
+    """
+    queue = _wgrad_queue(weight)
+    if queue is None:
+        return product()
+
+    def later() -> None:
+        first = product()
+        if first is not None:
+            weight.grad = first
+
+    queue.add(later)
+    return None
 
 
 def _defer(queue: Any, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks) -> None:
@@ -316,27 +343,17 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_gradient):
         (tokens,), weight = ctx.saved_tensors, ctx.parameter
-        queue = _wgrad_queue(weight)
-        if queue is None:
-            return None, _embedding_gradient(weight, tokens, output_gradient)
-
-        def look_up() -> None:
-            first = _embedding_gradient(weight, tokens, output_gradient)
-            if first is not None:
-                weight.grad = first
-
         # The input is a number, so all of this backward is for the weight.
-        queue.add(look_up)
-        return None, None
+        return None, now_or_deferred(weight, partial(_embedding_gradient, weight, tokens, output_gradient))
 
 
 def _embedding_gradient(weight: Tensor, tokens: Tensor, output_gradient: Tensor) -> Tensor | None:
     """The gradient, or None once it is added to the one that the weight has."""
     indices, rows = tokens.flatten(), output_gradient.flatten(0, -2)
-    if (accumulated := _accumulated(weight)) is not None:
+    if (accumulated := gradient_sums(weight)) is not None:
         accumulated.add_rows(indices, rows)
         return None
-    in_place = _accumulates_in_place(weight)
+    in_place = accumulates_in_place(weight)
     gradient = weight.grad if in_place else torch.zeros_like(weight)
     gradient.index_add_(0, indices, rows)
     return None if in_place else gradient

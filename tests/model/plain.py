@@ -16,7 +16,8 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.config.rotation import Rotation, rotation_of
 from megatron_terapipe.model.attention import SelfAttention
-from megatron_terapipe.model.block import MLP, TransformerBlock
+from megatron_terapipe.model.block import TransformerBlock
+from megatron_terapipe.model.mlp import MLP
 
 Masked = Callable[[Tensor, str], Tensor]
 """Applies dropout at a site."""

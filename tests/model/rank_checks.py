@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
-from megatron_terapipe.model.block import Activation, TransformerBlock
+from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_logits
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.logits import LiveLogits, Logits
+from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.norm import LayerNorm
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 from tests.model.configs import model_config

@@ -15,7 +15,8 @@ from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.inference import WholeModel
-from megatron_terapipe.model.block import Activation, DropoutSite, TransformerBlock
+from megatron_terapipe.model.block import DropoutSite, TransformerBlock
+from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model import plain
 from tests.model.configs import MODELS, SEQ, llama_config, model_config

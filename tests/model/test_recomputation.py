@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_terapipe.model import tensor_parallel
-from megatron_terapipe.model.block import Activation
 from megatron_terapipe.model.initialization import normal
+from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 from tests.model.configs import model_config

@@ -168,7 +168,7 @@ class AccumulatedGradient:
     """The sum of one weight's gradients, `total`, from factors of a dtype."""
 
     def __init__(self, total: Tensor, dtype: torch.dtype) -> None:
-        self.total = total
+        self.total, self._dtype = total, dtype
         # A weight of more than two dimensions multiplies as a matrix.
         self._matrix = total.flatten(0, -2) if total.dim() > 1 else total
         self._adds_products = dtype is total.dtype or _adds_products(total.device, dtype, total.dtype)
@@ -188,6 +188,10 @@ class AccumulatedGradient:
             rows = max(_SMALL * 4 // inputs.shape[1], 1)
             for sums, part in zip(total.split(rows), left.split(rows), strict=True):
                 sums.add_((part @ inputs).to(sums.dtype))
+
+    def of_first_dimension(self) -> "list[AccumulatedGradient]":
+        """The sums of the matrices of a weight [matrices, ..., in], one by one."""
+        return [AccumulatedGradient(total, self._dtype) for total in self.total]
 
     def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
         """Add a look-up's: `total[indices[i]] += output_gradient[i]`, of indices [rows] and gradients [rows, width]."""

@@ -1,0 +1,346 @@
+"""A mixture of experts in place of an MLP (Shazeer et al., arXiv 1701.06538; Mixtral, arXiv 2401.04088).
+
+    x_Th --router--> logits_TE --rule--> chosen_TK, weights_TK
+      |
+      +--permute---> x_Rh --up--> activation x weight --down--> y_Rh --unpermute, sum over K--> output_Th
+      +--shared experts, an MLP of every token------------------------------------------------> +
+
+Letters of shapes: B rows, n tokens of a row that this rank has, T = B n, h hidden size, E experts, K chosen by a token,
+R = T K pairs of a token and an expert, sorted by expert, f hidden width of an expert.
+
+A token chooses by itself, so token slices change nothing of this. The chosen experts of a token slice are kept: a
+forward that is computed again does not choose again, since rounding could change the choice. `balance.py` has what
+depends on more than a token. A weight enters before the last product, W (w a) = w (W a), so that the outputs of the
+experts are not kept for its gradient.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.experts import RoutingRule
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.model.attention import Past
+from megatron_terapipe.model.initialization import normal
+from megatron_terapipe.model.mlp import MLP, Activation
+from megatron_terapipe.model.tensor_parallel import (
+    Initializer,
+    TensorParallelRanks,
+    accumulates_in_place,
+    gradient_sums,
+    now_or_deferred,
+)
+
+
+class ExpertParallelRanks(Protocol):
+    """Ranks that share the experts of each layer: rank r of EP has experts r E / EP up to (r + 1) E / EP."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+def choose(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Tensor:
+    """Return the experts that each token chooses, the best first: chosen_TK, int64.
+
+    Args:
+        logits_TE: of the router, in fp32 or fp64.
+        bias_E: added to the scores here, and not in `weigh`; None for none.
+    """
+    # A softmax keeps the order of its logits.
+    scored = rule.score == "sigmoid" or bias_E is not None or rule.num_groups > 1
+    scores_TE = scores(logits_TE, rule) if scored else logits_TE
+    if bias_E is not None:
+        scores_TE = scores_TE + bias_E
+    if rule.num_groups > 1:
+        scores_TGe = scores_TE.unflatten(1, (rule.num_groups, -1))
+        best_TG = scores_TGe.topk(rule.top_k // rule.kept_groups, dim=2).values.sum(2)
+        dropped_TG = torch.ones_like(best_TG, dtype=torch.bool)
+        dropped_TG.scatter_(1, best_TG.topk(rule.kept_groups, dim=1).indices, False)
+        # Not 0, which is more than a score with a negative bias.
+        scores_TE = scores_TGe.masked_fill(dropped_TG.unsqueeze(2), float("-inf")).flatten(1)
+    return scores_TE.topk(rule.top_k, dim=1).indices
+
+
+def scores(logits_TE: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the scores of all experts: scores_TE, each in [0, 1]."""
+    return logits_TE.softmax(1) if rule.score == "softmax" else logits_TE.sigmoid()
+
+
+def weigh(logits_TE: Tensor, chosen_TK: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the weights of the chosen experts' outputs: weights_TK, differentiable in the logits."""
+    if rule.score == "softmax" and rule.renormalise:
+        weights_TK = logits_TE.gather(1, chosen_TK).softmax(1)
+    else:
+        weights_TK = scores(logits_TE, rule).gather(1, chosen_TK)
+        if rule.renormalise:
+            weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
+    return weights_TK if rule.scale == 1 else weights_TK * rule.scale
+
+
+class Router(nn.Module):
+    """Logits of the experts, computed in fp32 or wider from inputs and weights of any type."""
+
+    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
+        super().__init__()
+        self.rule = model.routing
+        self.weight = ranks.whole(self.rule.num_experts, model.hidden_size, initialize=normal(model.init_method_std))
+        bias_E = torch.zeros(self.rule.num_experts, dtype=torch.float32) if self.rule.has_bias else None
+        self.register_buffer("expert_bias", bias_E)
+
+    def forward(self, x_Th: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights: chosen_TK, weights_TK."""
+        logits_TE = _WideProduct.apply(x_Th, self.weight)
+        chosen_TK = past.kept("chosen experts", lambda: choose(logits_TE.detach(), self.rule, self.expert_bias).short())
+        chosen_TK = chosen_TK.long()
+        return chosen_TK, weigh(logits_TE, chosen_TK, self.rule)
+
+
+class _WideProduct(torch.autograd.Function):
+    """`x @ weight.T` in fp32 or wider, which keeps its inputs as they are."""
+
+    @staticmethod
+    def forward(ctx, x_Th, weight_Eh):
+        ctx.save_for_backward(x_Th, weight_Eh)
+        wide = torch.promote_types(x_Th.dtype, torch.float32)
+        return x_Th.to(wide) @ weight_Eh.to(wide).t()
+
+    @staticmethod
+    def backward(ctx, gradient_TE):
+        x_Th, weight_Eh = ctx.saved_tensors
+        of_x = (gradient_TE @ weight_Eh.to(gradient_TE.dtype)).to(x_Th.dtype)
+        return of_x, (gradient_TE.t() @ x_Th.to(gradient_TE.dtype)).to(weight_Eh.dtype)
+
+
+# ---------------------------------------------------------------------- products of experts
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of a token and one of its experts, sorted by expert. Choices of other ranks' experts come last."""
+
+    order_R: Tensor
+    """Number of each pair among the choices [T, K]."""
+    place_TK: Tensor
+    """Place of each choice among the pairs: the inverse order."""
+    ends_E: Tensor
+    """End of the pairs of each expert: int32, on the device."""
+
+    @classmethod
+    def of(cls, chosen_TK: Tensor, num_experts: int) -> "Pairs":
+        """Sort choices; those of an expert stay in the order of the tokens.
+
+        Args:
+            chosen_TK: int64; from `num_experts` on for no expert of this rank.
+        """
+        order_R = chosen_TK.flatten().argsort(stable=True)
+        place_R = torch.empty_like(order_R)
+        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)[:num_experts]
+        return cls(order_R, place_R.view_as(chosen_TK), counts_E.cumsum(0).int())
+
+    @property
+    def token_R(self) -> Tensor:
+        """Token of each pair."""
+        return self.order_R // self.place_TK.shape[1]
+
+    def of_experts(self) -> Iterator[slice]:
+        """The pairs of each expert; an accelerator's host waits for their numbers."""
+        return (slice(start, end) for start, end in pairwise([0, *self.ends_E.tolist()]))
+
+
+class _Sort(torch.autograd.Function):
+    """Values of the choices in the order of the pairs: values_TK to values_R."""
+
+    @staticmethod
+    def forward(ctx, values_TK, pairs: Pairs):
+        ctx.pairs = pairs
+        return values_TK.flatten()[pairs.order_R]
+
+    @staticmethod
+    def backward(ctx, gradient_R):
+        return gradient_R[ctx.pairs.place_TK], None
+
+
+class _Permute(torch.autograd.Function):
+    """A copy of each token for each of its pairs, x_Th to x_Rh; backward, the sum of the copies."""
+
+    @staticmethod
+    def forward(ctx, x_Th, pairs: Pairs):
+        ctx.pairs = pairs
+        return x_Th[pairs.token_R]
+
+    @staticmethod
+    def backward(ctx, gradient_Rh):
+        return gradient_Rh[ctx.pairs.place_TK].sum(1), None
+
+
+class _Unpermute(torch.autograd.Function):
+    """The sum of the pairs of each token, y_Rh to y_Th."""
+
+    @staticmethod
+    def forward(ctx, y_Rh, pairs: Pairs):
+        ctx.pairs = pairs
+        return y_Rh[pairs.place_TK].sum(1)
+
+    @staticmethod
+    def backward(ctx, gradient_Th):
+        return gradient_Th[ctx.pairs.token_R], None
+
+
+def _has_grouped_products(x: Tensor) -> bool:
+    """Whether a device has a kernel for the products of all experts: CUDA from compute capability 8.0 on, in bf16."""
+    on_cuda = x.device.type == "cuda" and x.dtype is torch.bfloat16
+    return on_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def grouped_product(x_Ri: Tensor, weight_Eoi: Tensor, pairs: Pairs) -> Tensor:
+    """Return the product of each pair with the matrix of its expert: y_Ro; 0 for pairs of no expert."""
+    if _has_grouped_products(x_Ri):
+        y_Ro = F.grouped_mm(x_Ri, weight_Eoi.transpose(1, 2), offs=pairs.ends_E)
+        beyond_R = torch.arange(len(x_Ri), device=x_Ri.device) >= pairs.ends_E[-1]
+        return y_Ro.masked_fill_(beyond_R.unsqueeze(1), 0)
+    y_Ro = x_Ri.new_zeros(len(x_Ri), weight_Eoi.shape[1])
+    for weight_oi, own in zip(weight_Eoi, pairs.of_experts(), strict=True):
+        torch.mm(x_Ri[own], weight_oi.t(), out=y_Ro[own])
+    return y_Ro
+
+
+def _weight_gradient(weight: Tensor, gradient_Ro: Tensor, x_Ri: Tensor, pairs: Pairs) -> Tensor | None:
+    """The products of all experts' weights, or None once they are added to the gradient that the weight has."""
+    sums = gradient_sums(weight)
+    total_Eoi = weight.grad if sums is None and accumulates_in_place(weight) else None
+    if _has_grouped_products(x_Ri):
+        of_weight = F.grouped_mm(gradient_Ro.t(), x_Ri, offs=pairs.ends_E).view_as(weight)
+        if sums is not None:
+            sums.total.add_(of_weight)
+        elif total_Eoi is not None:
+            total_Eoi.add_(of_weight)
+        else:
+            return of_weight
+        return None
+    if sums is not None:
+        for of_expert, own in zip(sums.of_first_dimension(), pairs.of_experts(), strict=True):
+            of_expert.add_product(gradient_Ro[own], x_Ri[own])
+        return None
+    target = torch.zeros_like(weight) if total_Eoi is None else total_Eoi
+    for of_expert, own in zip(target.flatten(1, -2), pairs.of_experts(), strict=True):
+        of_expert.addmm_(gradient_Ro[own].t(), x_Ri[own])
+    return target if total_Eoi is None else None
+
+
+class _ExpertProduct(torch.autograd.Function):
+    """Products of pairs with the matrices of their experts; of inputs, or of a function of them that is computed again."""
+
+    @staticmethod
+    def forward(ctx, weight, pairs: Pairs, before, *inputs):
+        ctx.save_for_backward(weight, *inputs)
+        # Where a forward is repeated, autograd gives back a copy of the weight that has no gradient.
+        ctx.parameter, ctx.pairs, ctx.before = weight, pairs, before
+        x_Ri = inputs[0] if before is None else before(*inputs)
+        return grouped_product(x_Ri, weight.flatten(1, -2), pairs)
+
+    @staticmethod
+    def backward(ctx, gradient_Ro):
+        weight, *inputs = ctx.saved_tensors
+        x_Ri = inputs[0]
+        if ctx.before is not None:
+            with torch.enable_grad():
+                inputs = [each.detach().requires_grad_() for each in inputs]
+                x_Ri = ctx.before(*inputs)
+        of_x = grouped_product(gradient_Ro, weight.flatten(1, -2).transpose(1, 2), ctx.pairs)
+        product = partial(_weight_gradient, ctx.parameter, gradient_Ro, x_Ri.detach(), ctx.pairs)
+        of_weight = now_or_deferred(ctx.parameter, product) if ctx.needs_input_grad[0] else None
+        of_inputs = [of_x] if ctx.before is None else torch.autograd.grad(x_Ri, inputs, of_x)
+        return of_weight, None, None, *of_inputs
+
+
+class Experts(nn.Module):
+    """The MLPs of the experts of this rank. With a gate, its matrix and the gated one are one parameter."""
+
+    def __init__(
+        self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks, expert_ranks: ExpertParallelRanks
+    ) -> None:
+        super().__init__()
+        self.number = block.num_experts // expert_ranks.size
+
+        def parameter(*shape: int, initialize: Initializer | None) -> nn.Parameter:
+            """The part of this rank's experts, drawn by their numbers among all."""
+            if expert_ranks.size == 1:
+                return ranks.whole(*shape, initialize=initialize)
+            shared = TensorParallelRanks(expert_ranks.rank, expert_ranks.size)
+            weight = shared.parameter(*shape, cut=0, initialize=initialize)
+            # Read by the runtime, which sums the gradient over the ranks with the same experts.
+            weight.expert_parallel = True
+            return weight
+
+        experts, hidden, width = block.num_experts, model.hidden_size, block.ffn_hidden_size
+        widened = (2, width) if model.gated else (width,)
+        self.up = parameter(experts, *widened, hidden, initialize=normal(model.init_method_std))
+        self.down = parameter(experts, hidden, width, initialize=normal(model.output_layer_init_std))
+        has_bias = model.has_mlp_bias
+        self.up_bias = parameter(experts, *widened, initialize=None) if has_bias else None
+        self.down_bias = parameter(experts, hidden, initialize=None) if has_bias else None
+        self.activation = Activation(model.activation)
+
+    def forward(self, x_Rh: Tensor, weights_R: Tensor, pairs: Pairs) -> Tensor:
+        """Return the weighted outputs of the experts: y_Rh."""
+        up_Rf = _ExpertProduct.apply(self.up, pairs, None, x_Rh)
+        if self.up_bias is None:
+            return _ExpertProduct.apply(self.down, pairs, self._weighted, up_Rf, weights_R)
+        places_R = torch.arange(len(x_Rh), device=x_Rh.device)
+        expert_R = torch.searchsorted(pairs.ends_E, places_R, right=True).clamp(max=self.number - 1)
+        up_Rf = up_Rf + F.embedding(expert_R, self.up_bias.flatten(1))
+        y_Rh = _ExpertProduct.apply(self.down, pairs, self._weighted, up_Rf, weights_R)
+        return y_Rh + F.embedding(expert_R, self.down_bias) * weights_R.to(y_Rh.dtype).unsqueeze(1)
+
+    def _weighted(self, up_Rf: Tensor, weights_R: Tensor) -> Tensor:
+        activated_Rf = self.activation(up_Rf)
+        return activated_Rf * weights_R.to(activated_Rf.dtype).unsqueeze(1)
+
+
+# ---------------------------------------------------------------------- the layer
+
+
+class ExpertLayer(nn.Module):
+    """Router, experts, and shared experts, of the tokens that this rank has between the matrices.
+
+    Args:
+        ranks: ranks that share the matrices of attention and of the shared experts; each routes its own tokens.
+        expert_ranks: ranks that share the experts; None for a single rank.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        block: BlockShape,
+        ranks: TensorParallelRanks,
+        expert_ranks: ExpertParallelRanks | None = None,
+    ) -> None:
+        super().__init__()
+        assert ranks.size == 1 or ranks.sequence_parallel, "the configuration gives each rank its own tokens"
+        self.router = Router(model, ranks)
+        self.experts = Experts(model, block, ranks, expert_ranks or TensorParallelRanks())
+        width = block.shared_ffn_hidden_size
+        shared = replace(block, ffn_hidden_size=width, num_experts=0)
+        self.shared = MLP(model, shared, ranks) if width else None
+
+    def forward(self, x_Bnh: Tensor, past: Past) -> Tensor:
+        """Return the output of the layer: [B, n, h]."""
+        x_Th = x_Bnh.flatten(0, 1)
+        chosen_TK, weights_TK = self.router(x_Th, past)
+        pairs = Pairs.of(chosen_TK, self.experts.number)
+        y_Rh = self.experts(_Permute.apply(x_Th, pairs), _Sort.apply(weights_TK, pairs), pairs)
+        y_Bnh = _Unpermute.apply(y_Rh, pairs).view_as(x_Bnh)
+        return y_Bnh if self.shared is None else y_Bnh + self.shared(x_Bnh)
