@@ -9,8 +9,8 @@ Letters of shapes: B rows, n tokens of a row that this rank has, T = B n, h hidd
 R = T K pairs of a token and an expert, sorted by expert, f hidden width of an expert.
 
 A token chooses by itself, so token slices change nothing of this. The chosen experts of a token slice are kept: a
-forward that is computed again does not choose again, since rounding could change the choice. `balance.py` has what
-depends on more than a token. A weight enters before the last product, W (w a) = w (W a), so that the outputs of the
+forward that is computed again does not choose again, since rounding could change the choice. Losses and limits that
+depend on several tokens are in `balance.py`. A weight enters before the last product, W (w a) = w (W a), so that the outputs of the
 experts are not kept for its gradient.
 """
 
@@ -241,7 +241,7 @@ def _weight_gradient(weight: Tensor, gradient_Ro: Tensor, x_Ri: Tensor, pairs: P
 
 
 class _ExpertProduct(torch.autograd.Function):
-    """Products of pairs with the matrices of their experts; of inputs, or of a function of them that is computed again."""
+    """Products of pairs with the matrices of their experts, of inputs or of a function of them, which is repeated."""
 
     @staticmethod
     def forward(ctx, weight, pairs: Pairs, before, *inputs):
