@@ -10,8 +10,8 @@ R = T K pairs of a token and an expert, sorted by expert, f hidden width of an e
 
 A token chooses by itself, so token slices change nothing of this. The chosen experts of a token slice are kept: a
 forward that is computed again does not choose again, since rounding could change the choice. Losses and limits that
-depend on several tokens are in `balance.py`. A weight enters before the last product, W (w a) = w (W a), so that the outputs of the
-experts are not kept for its gradient.
+depend on several tokens are in `balance.py`. A weight enters before the last product, W (w a) = w (W a), so that the
+outputs of the experts are not kept for its gradient.
 """
 
 from collections.abc import Iterator
