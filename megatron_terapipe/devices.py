@@ -86,8 +86,8 @@ class Device:
     """Architecture, in `GENERATIONS`; empty = not known."""
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of matrix products in `fp16`, `bf16` or `fp32`."""
-        return self.single_flops if precision == "fp32" else self.half_flops
+        """FLOP/s of matrix products in `fp16`, `bf16`, `fp32`, or `fp8`: twice those in half precision."""
+        return self.single_flops if precision == "fp32" else self.half_flops * (2 if precision == "fp8" else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,11 @@ def run(options: argparse.Namespace) -> int:
     from megatron_terapipe.search.learn.trials import read_trials
     from megatron_terapipe.search.learn.validation import folds_of, print_validation, validation_document
 
-    trials = [one for path in options.trials for one in read_trials(path)]
+    left_out: Counter[str] = Counter()
+    trials = [one for path in options.trials for one in read_trials(path, left_out)]
+    if left_out:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in left_out.most_common())
+        print(f"note: {left_out.total()} rows of published tables are no trials: {reasons}", file=sys.stderr)
     calibrating = [one for path in options.calibrate for one in read_trials(path)]
     ignored = sorted({name for one in (*trials, *calibrating) for name in one.ignored})
     if ignored:

@@ -1,10 +1,12 @@
 """Trials: measured training runs, one JSON object a line of a trials file.
 
 Published tables name software, precision and schedules in their own ways; `answer.trial_runs.Journal` writes our own.
+Rows of tables as they were printed are brought into this form by `published_rows`.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
@@ -20,6 +22,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.learn.published_rows import LeftOutError, is_row, trial_of_row
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import TrialCluster, is_flat, parse_cluster, read_flat
 from megatron_terapipe.search.machine.entries import Count, Entry, Text, fault, place, read_entry
@@ -183,6 +186,7 @@ class StrategyEntry(LooseEntry):
 
     schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
     num_micro_batches: Count | None = None
+    context_parallel_size: Count | None = None
     layers_per_stage_counting_embedding_and_head: list[int] | None = None
 
 
@@ -213,18 +217,27 @@ class TrialEntry(LooseEntry):
     cluster: dict[str, Any]
     strategy: StrategyEntry
     software: Literal[tuple(SOFTWARE)] | None = None  # type: ignore[valid-type]
-    precision: Literal["fp16", "bf16", "fp32"] | None = None
+    precision: Literal["fp16", "bf16", "fp32", "fp8"] | None = None
     measured: MeasuredEntry
 
 
-def read_trials(path: str | Path) -> list[Trial]:
+def read_trials(path: str | Path, left_out: Counter[str] | None = None) -> list[Trial]:
     """Read the measured runs of a file; empty lines are skipped.
 
     A trial of several rounds has a line after each, and the last one counts.
+
+    Args:
+        left_out: counts the rows of published tables that are no trials, by reason.
     """
     reader = _Reader(str(path))
     lines = enumerate(read_text(path).splitlines(), start=1)
-    trials = [reader.read(number, line) for number, line in lines if line.strip()]
+    trials = []
+    for number, line in lines:
+        try:
+            trials += [reader.read(number, line)] if line.strip() else []
+        except LeftOutError as reason:
+            if left_out is not None:
+                left_out[str(reason)] += 1
     if not trials:
         raise ConfigError(f"trials {path} holds no trial: write one JSON object a line")
     kept: dict[tuple[str, str, str] | int, Trial] = {}
@@ -251,7 +264,8 @@ class _Reader:
     def read(self, number: int, line: str) -> Trial:
         """Return the trial of one line."""
         where = f"{self._path}:{number}"
-        entry = read_entry(TrialEntry, parse_json(line, where, infinite=True), where)
+        document = parse_json(line, where, infinite=True)
+        entry = read_entry(TrialEntry, trial_of_row(document) if is_row(document) else document, where)
         try:
             return self._trial(entry, where, number)
         except UserError as error:
@@ -331,6 +345,8 @@ def _strategy(entry: StrategyEntry, workload: Workload, where: str) -> tuple[Str
     """The strategy, and whether its stage partition counts the embedding and the head."""
     names = {each.name for each in fields(Strategy)}
     given = {name: value for name, value in (entry.model_extra or {}).items() if name in names}
+    # Both share the tokens; how other ranks see keys and values is a fact of the trainer (`Communication.ring`).
+    given |= {"sequence_parallel_size": entry.context_parallel_size} if entry.context_parallel_size else {}
     strategy = Strategy.from_json({**DEFAULTS, **given, "schedule": _schedule(entry)[0]})
     changes: dict[str, Any] = {}
     if entry.num_micro_batches is not None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 ScalarOrArray: TypeAlias = "NDArray[np.float64] | float"
 
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4})
-"""Bytes of a number that layers compute with, by precision."""
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 2})
+"""Bytes of a number between products, by precision; with `fp8` only products of weights compute in 8 bits."""
 
 AttentionKernel = Literal[
     "scores", "flash-attention-1", "flash-attention-2", "flash-attention-3", "memory-efficient", "cudnn"
@@ -153,6 +153,9 @@ class Communication:
     """Whether stepped weights are gathered under the next forward."""
     tensor_parallel_overlap: float = 0.0
     """Share of the collectives between tensor-parallel ranks that products hide."""
+    ring: bool = False
+    """Whether ranks that share tokens pass keys and values on under attention (arXiv 2310.01889), and exchange no
+    heads."""
     sums_at_once: bool = False
     """Whether parallel attention and MLP are summed in one reduction (`Layer.sums_at_once`)."""
     reduction_bytes: int | None = None

@@ -261,6 +261,7 @@ MEGATRON_CORE = Software(
         rotary=Operator(forward=2, backward=2),
         head_norm=Operator(forward=2, backward=3),
         heads=NOTHING,
+        exchange=NOTHING,
         # Maximum, sum of exponentials and probability in one pass each over fp32 copies, as the shared loss does it.
         loss=Operator(forward_bytes=22, backward_bytes=14, forward_kernels=8, backward_kernels=4),
         embedding=Operator(forward=2, backward=2, forward_kernels=4, backward_kernels=4),
@@ -276,6 +277,7 @@ MEGATRON_CORE = Software(
     communication=Communication(
         overlaps_transfers=True,
         shares_transfers=True,
+        ring=True,
         overlaps_gradient_reduction=True,
         overlaps_weight_gather=True,
         # Share of collectives that products hide, less their slowdown: chosen by published runs of NVIDIA, with values
@@ -290,7 +292,7 @@ MEGATRON_CORE = Software(
         StateBytes(
             precision, stage, weights=weights, gradients=4, optimizer=optimizer, divided=("optimizer",) if stage else ()
         )
-        for precision, weights, optimizer in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12))
+        for precision, weights, optimizer in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12), ("fp8", 2, 12))
         for stage in (0, 1)
     ),
 )

@@ -245,6 +245,10 @@ class Roofline:
     def _element_bytes(self) -> int:
         return ELEMENT_BYTES[self.precision]
 
+    @property
+    def _attention_precision(self) -> str:
+        return "bf16" if self.precision == "fp8" else self.precision
+
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
         layer, device, tp, rows = query.layer, query.device, query.tensor_parallel_size, query.rows
@@ -394,7 +398,7 @@ class Roofline:
     ) -> tuple[ScalarOrArray, ScalarOrArray]:
         """Forward and backward seconds of the fused kernel that runs on the device."""
         called = self.software.attention.kernel_on(query.device.generation)
-        kernel = fused_attention(called, query.device, self.precision, attention.head_size)
+        kernel = fused_attention(called, query.device, self._attention_precision, attention.head_size)
         forth, back = kernel.pairs_of_time(
             self._pairs(query, attention),
             query.rows,
@@ -403,7 +407,7 @@ class Roofline:
             in_reach,
         )
         flops = self._flops_per_pair(query, attention)
-        reached = query.device.peak_flops(self.precision) * self.efficiency.fused_attention
+        reached = query.device.peak_flops(self._attention_precision) * self.efficiency.fused_attention
         return (
             flops * forth / (reached * kernel.forward),
             FLASH_BACKWARD_PER_FORWARD * flops * back / (reached * kernel.backward),

@@ -184,7 +184,8 @@ class LayerPrices:
         one = (1 - communication.tensor_parallel_overlap) * one
         entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
-        exchange = head_exchange_s(query, links.sequence, efficiency, self.element_bytes)
+        exchanges = ring_s if communication.ring else head_exchange_s
+        exchange = exchanges(query, links.sequence, efficiency, self.element_bytes)
         if query.recompute == "stage":
             kernels = _ops_of_recomputed_stage(query.layer, kernels)
         # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
@@ -287,6 +288,22 @@ def head_exchange_s(
     head_bytes = element_bytes * query.rows * attention.head_size / query.tensor_parallel_size
     there = all_to_all_s(head_bytes * (attention.query_heads + 2 * of_keys), topology, efficiency)
     return there + all_to_all_s(head_bytes * attention.query_heads, topology, efficiency)
+
+
+def ring_s(
+    query: LayerQuery, topology: GroupTopology, efficiency: HardwareEfficiency, element_bytes: int
+) -> ScalarOrArray:
+    """Seconds [...] by which keys and values on their way around a ring make a forward longer, and a backward as much.
+
+    They travel under attention (arXiv 2310.01889 section 3): causal attention of as many tokens as a rank sends takes
+    longer than their way, so only the exposed share under ops remains.
+    """
+    attention = query.layer.attention
+    if attention is None or not np.any(np.greater(topology.size, 1)):
+        return 0.0
+    of_keys = 2 * key_heads(attention, query.tensor_parallel_size) * attention.head_size / query.tensor_parallel_size
+    gathered = element_bytes * of_keys * query.rows * topology.size
+    return efficiency.overlap_exposed * all_gather_s(gathered, topology, efficiency)
 
 
 def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:

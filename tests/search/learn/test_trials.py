@@ -113,7 +113,7 @@ def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
         (changed("measured", iteration_time_s=-1), "measured.iteration_time_s -1 is not a number above 0"),
         (changed("measured", out_of_memory=1), "measured.out_of_memory 1 is not true or false"),
         (changed(software="megatron"), 'software "megatron" is not known: did you mean megatron-lm?'),
-        (changed(precision="fp8"), 'precision "fp8" is not known'),
+        (changed(precision="int8"), 'precision "int8" is not known'),
         ([1], "is not an object"),
     ],
 )

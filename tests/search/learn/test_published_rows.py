@@ -1,0 +1,101 @@
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.learn.published_rows import MODELS, NOT_WRITTEN, LeftOutError, trial_of_row
+from megatron_terapipe.search.learn.trials import Trial, read_trials
+from tests.architecture.sources import ROOT
+
+TRIALS = ROOT.parent / "shared" / "reference" / "trials" / "experts.jsonl"
+
+ROW: dict[str, Any] = {
+    **{"task": "pretrain", "model": "Qwen3_30B_a3B", "system": "DGX-H100", "precision": "BF16", "gpus": 16, "id": 7},
+    **{"tp": 2, "pp": 2, "cp": 2, "ep": 8, "vpp": 12, "micro_batch": 1, "global_batch": 1024, "seq": 4096},
+    **{"step_time_s": 24.7, "quality": "published table, rounded tokens/s", "in_head": True},
+}
+
+
+def read(tmp_path: Path, *rows: dict[str, Any], left_out: Counter[str] | None = None) -> list[Trial]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return read_trials(path, left_out)
+
+
+def test_a_row(tmp_path: Path) -> None:
+    (trial,) = read(tmp_path, ROW)
+    strategy = trial.strategy
+    assert (strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size) == (2, 2, 2)
+    assert (strategy.sequence_parallel_size, trial.ignored.get("strategy.context_parallel_size")) == (2, None)
+    assert (strategy.schedule, strategy.num_model_chunks, strategy.sequence_parallel) == ("interleaved", 12, True)
+    assert (strategy.num_micro_batches, strategy.zero_stage, trial.iteration_time_s) == (512, 1, 24.7)
+    assert (trial.software.name, trial.precision, trial.device) == ("megatron-core", "bf16", "H100-SXM5-80GB")
+    assert trial.workload.config is not None and trial.workload.config.num_experts == 128
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_can_be_built(tmp_path: Path, name: str) -> None:
+    (trial,) = read(tmp_path, {**ROW, "model": name, "tp": 1, "pp": 1, "vpp": None})
+    assert trial.workload.num_dealt_layers == MODELS[name]["num_layers"]
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "active"),
+    [
+        ("Qwen3-30B-A3B", 30.5, 3.3),
+        ("qwen3_235b_a22b", 235.1, 22.2),
+        ("GPT OSS 120B", 116.8, 5.7),
+        ("Grok1 cut to 64 layers", 315.7, 85.0),
+        ("release: mixtral_8x7b_alltoall", 46.7, 12.9),
+        ("Llama4 Scout", 107.8, 17.2),
+        ("Llama 4 Maverick", 400.7, 17.2),
+        ("GLM-4.5-Air", 106.9, 12.6),
+        ("GLM 4.5", 353.0, 32.0),
+        ("OLMoE 1B-7B", 6.9, 1.3),
+    ],
+)
+def test_sizes_are_those_of_the_publication(tmp_path: Path, model: str, billions: float, active: float) -> None:
+    from megatron_terapipe.config.flops import model_parameters
+
+    (trial,) = read(tmp_path, {**ROW, "model": model, "tp": 1, "pp": 1, "vpp": None})
+    config = trial.workload.config
+    assert config is not None
+    assert model_parameters(config) == pytest.approx(1e9 * billions, rel=0.01)
+    # Some publications count the embedding among the active ones, some do not.
+    assert model_parameters(config, active=True) == pytest.approx(1e9 * active, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"task": "sft"}, "not pretraining"),
+        ({"quality": "headline only"}, "not a measurement of speed"),
+        ({"in_head": False}, "withdrawn"),
+        ({"ep": None}, "layout not known (ep)"),
+        ({"fsdp": 64}, "divided among replicas"),
+        ({"gpus": 18}, "do not divide the GPUs"),
+        ({"system": "MI355X, 8 nodes"}, "no data sheet of mi355x"),
+        ({"model": "DeepSeek V3"}, NOT_WRITTEN["deepseek|kimi|moonlight|glm5"]),
+        ({"model": "Qwen3-Next 80B"}, "a recurrent state"),
+        ({"model": "A new one"}, "model A new one not known"),
+    ],
+)
+def test_rows_that_are_no_trials(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LeftOutError, match=reason.replace("(", r"\(").replace(")", r"\)")):
+        trial_of_row({**ROW, **changes})
+    left_out: Counter[str] = Counter()
+    assert len(read(tmp_path, ROW, {**ROW, **changes}, left_out=left_out)) == 1
+    assert left_out.total() == 1
+    with pytest.raises(ConfigError, match="holds no trial"):
+        read(tmp_path, {**ROW, **changes})
+
+
+@pytest.mark.skipif(not TRIALS.is_file(), reason="the published trials are not part of the project")
+def test_published_rows() -> None:
+    left_out: Counter[str] = Counter()
+    trials = read_trials(TRIALS, left_out)
+    assert (len(trials), left_out.total()) == (68, 99)
+    assert Counter((one.precision, one.device) for one in trials)["bf16", "H100-SXM5-80GB"] == 19
