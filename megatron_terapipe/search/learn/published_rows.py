@@ -3,8 +3,8 @@
 A row is a line whose `model` is a name. It has the figures as they were printed: `system`, `gpus`, `precision`, `tp`,
 `pp`, `cp`, `ep`, `etp`, `vpp`, `micro_batch`, `global_batch`, `seq`, `step_time_s` and some more. A row is left out,
 with the reason, where it is no step of pretraining, where the layout or the model is not known, and where no formula
-describes the layers. Settings that a table does not print are those of Megatron's recipes for throughput: routers choose evenly,
-optimizer states are divided, nothing is recomputed. Sources of models:
+describes the layers. Settings that a table does not print are those of Megatron's recipes for throughput: routers
+choose evenly, optimizer states are divided, nothing is recomputed. Sources of models:
 
     Qwen3      Qwen team, arXiv 2505.09388 table 2
     gpt-oss    OpenAI, arXiv 2508.10925 section 2
