@@ -132,8 +132,11 @@ def _layers(
     indices = layers_with_weights(model)
     for number, index in enumerate(indices):
         progress(number / len(indices))
-        layer = weights.whole(index, meta_layer(model, index))
-        yield index, {name: _converted(f"{index}.{name}", weight, dtype) for name, weight in layer.items()}
+        meta = meta_layer(model, index)
+        # Buffers stay as they are, in fp32.
+        types = {name: dtype for name, _ in meta.named_parameters()}
+        layer = weights.whole(index, meta)
+        yield index, {name: _converted(f"{index}.{name}", each, types.get(name)) for name, each in layer.items()}
 
 
 VERIFIED = 0.3

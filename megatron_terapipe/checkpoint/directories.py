@@ -61,6 +61,16 @@ def optimizer_files(
     return [f"zero_pp_rank_{replica}_{rank}_optim_states.pt" for replica in range(data_parallel_size)]
 
 
+def experts_file(layer: int, expert_parallel_rank: int) -> str:
+    """File of the weights of a rank's experts in a pipeline layer, where ranks have different experts."""
+    return f"layer_{layer:02d}-experts_{expert_parallel_rank:02d}-model_states.pt"
+
+
+def experts_state_file(stage: int, expert_parallel_rank: int) -> str:
+    """File of the optimizer's state of a rank's experts in a stage, where ranks have different ones, unpartitioned."""
+    return f"stage_{stage:02d}-experts_{expert_parallel_rank:02d}-optim_states.pt"
+
+
 _LONGEST_NAME = 200
 """Bytes of the longest name of a checkpoint: file systems take 255, and others are made of it."""
 

@@ -2,7 +2,8 @@
 
 CHECKPOINTS/latest                       tag of the newest whole checkpoint, written last
 CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
-CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer and tensor-parallel rank, whatever the stage
+CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer and tensor-parallel rank, whatever the stage; those
+                                         of experts, where ranks have different ones, a file per expert-parallel rank
 CHECKPOINTS/global_step100/...           optimizer state, as DeepSpeed cuts it
 CHECKPOINTS/global_step100/manifest.json size and hash of each of these files
 """
@@ -20,6 +21,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.experts import ExpertSettings
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import CheckpointError, first_line
@@ -68,11 +70,12 @@ def _check_layout(layout: object) -> None:
     names = [each.name for each in fields(ParallelLayout)]
     if not isinstance(layout, dict) or set(layout) | _ADDED_SIZES != set(names):
         raise _wrong("layout", layout, f"an object with {', '.join(names)}")
-    ranks = 1
     for name in layout:
-        size = _whole(layout, name, 1, MOST_RANKS, "layout.")
-        # Token slices are time, and expert-parallel ranks are some of the others.
-        ranks *= 1 if name in ("num_token_slices", "expert_parallel_size") else size
+        _whole(layout, name, 1, MOST_RANKS, "layout.")
+    try:
+        ranks = ParallelLayout(**layout).world_size
+    except UserError as error:
+        raise ValueError(f"layout: {error}") from None
     if ranks > MOST_RANKS:
         raise _wrong("layout", layout, f"of {MOST_RANKS} ranks at most")
 
@@ -121,6 +124,8 @@ RUN_FILE = "run.json"
 _MAY_CHANGE = {
     *("seq_length", "hidden_dropout", "attention_dropout"),
     *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_dispatcher_type"),
 }
 """Settings of the model that change neither the shape nor the meaning of a weight."""
 _ROTATIONS = {
@@ -129,6 +134,8 @@ _ROTATIONS = {
     *("rotary_low_frequency_factor", "rotary_high_frequency_factor", "rotary_beta_slow", "rotary_beta_fast"),
 }
 """Settings that change the meaning of weights; training on longer sequences adapts them."""
+EXPERTS = "mlp.experts."
+"""In the names of weights that have a row for each expert: expert-parallel ranks have rows of them."""
 _MOST_BYTES = 1 << 24
 """Size of the largest file that is read: one of a real run has some thousand bytes."""
 
@@ -163,6 +170,14 @@ class CheckpointInfo:
     """Layers that the output layer was saved as."""
     optimizer_schedule: dict[str, Any] = field(default_factory=dict)
     """Fields that set learning rate and weight decay over the training; empty in checkpoints of earlier versions."""
+
+    def __post_init__(self) -> None:
+        if self.model.get("num_experts") is None:
+            # Versions without experts read the checkpoints of dense models, too.
+            of_experts = {"expert_parallel_size", *(each.name for each in fields(ExpertSettings))}
+            for name in ("model", "layout"):
+                kept = {key: value for key, value in getattr(self, name).items() if key not in of_experts}
+                object.__setattr__(self, name, kept)
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
@@ -227,13 +242,33 @@ class CheckpointInfo:
         """Ranks over which its weights are cut."""
         return self.layout["tensor_parallel_size"]
 
-    def num_parts(self, layer: int) -> int:
-        """Parts in which shared weights of a layer were saved; its index is that with an output layer in one piece."""
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks over which its experts are dealt."""
+        return self.layout.get("expert_parallel_size", 1)
+
+    def has_files_of_experts(self, name: str = EXPERTS) -> bool:
+        """Whether a weight is in files of its own: those of experts are, where ranks have different ones."""
+        return EXPERTS in name and self.expert_parallel_size > 1
+
+    def ranks_of_copy(self, name: str) -> int:
+        """Return the ranks of a stage, one after the other, that have a weight once."""
+        return self.expert_parallel_size if self.has_files_of_experts(name) else self.tensor_parallel_size
+
+    def num_parts(self, layer: int, name: str = "") -> int:
+        """Parts in which a shared weight of a layer was saved, or experts if it is theirs.
+
+        The index of the layer is that with an output layer in one piece.
+        """
+        if EXPERTS in name:
+            return self.expert_parallel_size
         is_output = layer == output_layer(self.model["num_layers"])
         return self.tensor_parallel_size * (self.vocabulary_parts if is_output else 1)
 
-    def place(self, layer: int, part: int) -> tuple[int, int]:
-        """Return the layer, and the tensor-parallel rank, by which a part of a layer was saved."""
+    def place(self, layer: int, part: int, name: str = "") -> tuple[int, int]:
+        """Return the layer, and the tensor- or expert-parallel rank, by which a part of a weight was saved."""
+        if EXPERTS in name:
+            return layer, part
         stage, rank = divmod(part, self.tensor_parallel_size)
         return layer + stage, rank
 

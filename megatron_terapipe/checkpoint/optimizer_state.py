@@ -8,7 +8,7 @@ fragments of a parameter, in the order of the ranks, are the parameter. A file i
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
-from megatron_terapipe.checkpoint.directories import BF16_PREFIX, optimizer_files, state_file
+from megatron_terapipe.checkpoint.directories import BF16_PREFIX, experts_state_file, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError, first_line
 
@@ -32,11 +32,12 @@ class Fragment(NamedTuple):
     """A run of a parameter's elements that one data-parallel rank saved."""
 
     replica: int
+    """Number of the data-parallel rank; of experts that ranks share, of the copy of all experts."""
     length: int
 
 
 class Place(NamedTuple):
-    """Place of a parameter's state; the same for each tensor-parallel rank's part of it."""
+    """Place of a parameter's state; the same for each tensor- or expert-parallel rank's part of it."""
 
     stage: int
     """That saved it, the first of several."""
@@ -76,7 +77,7 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
     try:
         found: Any = parse_json(bounded_text(path), INDEX_FILE)
         places = {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
-        valid = all(_is_valid(place, info) for place in places.values())
+        valid = all(_is_valid(name, place, info) for name, place in places.items())
     except (OSError, ValueError, TypeError, AttributeError):
         valid = False
     if not valid:
@@ -87,13 +88,14 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
     return places
 
 
-def _is_valid(place: Place, info: CheckpointInfo) -> bool:
+def _is_valid(name: str, place: Place, info: CheckpointInfo) -> bool:
     """Whether the run had the stage and the replicas of a place."""
+    num_replicas = info.num_replicas * info.tensor_parallel_size // info.ranks_of_copy(name)
     numbers = [place.stage, *(number for fragment in place.fragments for number in fragment)]
     return (
         all(type(number) is int for number in numbers)
         and 0 <= place.stage < info.num_stages
-        and all(0 <= replica < info.num_replicas and length > 0 for replica, length in place.fragments)
+        and all(0 <= replica < num_replicas and length > 0 for replica, length in place.fragments)
     )
 
 
@@ -134,6 +136,26 @@ class ParameterState:
     """Updates done; None where the rule does not count them."""
 
 
+def overlaps(lengths: Iterable[int], elements: range) -> Iterator[tuple[int, range]]:
+    """Yield the number of each run, one after the other, that has some of the elements, and these, counted in it."""
+    start = 0
+    for number, length in enumerate(lengths):
+        first, end = max(elements.start - start, 0), min(elements.stop - start, length)
+        if first < end:
+            yield number, range(first, end)
+        start += length
+
+
+def joined(states: Sequence[ParameterState]) -> ParameterState:
+    """State of runs of elements, one after the other."""
+    weights = [each.weight for each in states if each.weight is not None]
+    return ParameterState(
+        weight=torch.cat(weights) if weights else None,
+        moments={key: torch.cat([each.moments[key] for each in states]) for key in states[0].moments},
+        step=states[0].step,
+    )
+
+
 class SavedOptimizer:
     """The saved state of an optimizer, read from its files when used."""
 
@@ -142,41 +164,35 @@ class SavedOptimizer:
         self._partition = cache(self._load_partition)
         self._named_states = cache(self._load_named_states)
 
-    def of(self, name: str, tensor_parallel_rank: int, elements: range) -> ParameterState:
-        """State of some elements of a parameter, or of a tensor-parallel rank's part of it."""
+    def of(self, name: str, part: int, elements: range) -> ParameterState:
+        """State of some elements of a parameter, or of a tensor- or expert-parallel rank's part of it."""
         place = self._saved.places.get(name)
         if place is None:
             raise CheckpointError(
                 f"checkpoint {self._directory} has no state of {name}: load only the weights with --no-load-optim"
             )
         if not place.fragments:
-            group, state = self._named_states(place.stage, tensor_parallel_rank)[name]
+            group, state = self._named_states(place.stage, part, self._info.has_files_of_experts(name))[name]
             moments = {key: moment[elements.start : elements.stop] for key, moment in _moments(state).items()}
             return ParameterState(weight=None, moments=moments, step=_step(group, state))
-        states, start = [], 0
-        for fragment in place.fragments:
-            # The requested elements of this fragment.
-            first, end = max(elements.start - start, 0), min(elements.stop - start, fragment.length)
-            if first < end:
-                partition = self._partition(place.stage, tensor_parallel_rank, fragment.replica)
-                states.append(_fragment(partition, name, range(first, end)))
-            start += fragment.length
-        return ParameterState(
-            weight=torch.cat([each.weight for each in states if each.weight is not None]),
-            moments={key: torch.cat([each.moments[key] for each in states]) for key in states[0].moments},
-            step=states[0].step,
-        )
+        states = []
+        for number, run in overlaps((fragment.length for fragment in place.fragments), elements):
+            rank = place.fragments[number].replica * self._info.ranks_of_copy(name) + part
+            partition = self._partition(place.stage, *divmod(rank, self._info.tensor_parallel_size))
+            states.append(_fragment(partition, name, run))
+        return joined(states)
 
-    def _load_partition(self, stage: int, tensor_parallel_rank: int, replica: int) -> Mapping[str, Any]:
+    def _load_partition(self, stage: int, replica: int, tensor_parallel_rank: int) -> Mapping[str, Any]:
         """Return the optimizer state that one data-parallel rank saved."""
         names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
         return load_saved(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
 
     def _load_named_states(
-        self, stage: int, tensor_parallel_rank: int
+        self, stage: int, part: int, of_experts: bool
     ) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """For each parameter of a stage its group and its state, from torch's own state dictionary."""
-        saved = load_saved(self._directory / state_file(stage, tensor_parallel_rank, self._info.tensor_parallel_size))
+        shared = state_file(stage, part, self._info.tensor_parallel_size)
+        saved = load_saved(self._directory / (experts_state_file(stage, part) if of_experts else shared))
         groups, states = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         return {
             name: (group, states.get(number, {}))

@@ -4,7 +4,7 @@ Every parameter is read as this rank's part of the whole, and copied to where De
 two layouts are independent. Of the optimizer's state only those elements are read that this rank's optimizer works on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,16 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.engine_state import destination_of
-from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.info import EXPERTS, CheckpointInfo
 from megatron_terapipe.checkpoint.megatron import MegatronWeights
-from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedOptimizer, SavedRun, read_run
+from megatron_terapipe.checkpoint.optimizer_state import (
+    ParameterState,
+    SavedOptimizer,
+    SavedRun,
+    joined,
+    overlaps,
+    read_run,
+)
 from megatron_terapipe.checkpoint.saved_weights import cut_dimension, weights_of
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError, UserError, first_line
@@ -63,12 +70,20 @@ def load_checkpoint(
     if not config.weights_only:
         optimizer = weights if isinstance(weights, MegatronWeights) else SavedOptimizer(directory, info, saved)
     destination = destination_of(engine)
-    for name, parameter in module.named_parameters():
+    experts = module.topology().layout.expert_parallel_size
+    parameters = dict(module.named_parameters())
+    for name, value in module.state_dict().items():
+        if name not in parameters:  # A buffer, which every rank has whole.
+            index, in_layer = _place(module, name)
+            value.copy_(weights.weight(index, in_layer))
+    for name, parameter in parameters.items():
         index, in_layer = _place(module, name)
         # Stages may share an output layer that one stage saved, or another number of stages.
         layer, stages = (own_parts[0], len(own_parts)) if index in own_parts else (index, 1)
-        own_part = (index - layer) * size + rank
-        share = _Share(info.num_parts(layer), own_part, stages * size, cut_dimension(parameter))
+        own_part, num_parts = (index - layer) * size + rank, stages * size
+        if EXPERTS in name:
+            own_part, num_parts = engine.global_rank % experts, experts
+        share = _Share(info.num_parts(layer, name), own_part, num_parts, cut_dimension(name, parameter))
         part = partial(weights.weight, layer, in_layer)
         weight, own = share.of(part), None
         if weight.shape != parameter.shape:
@@ -105,7 +120,7 @@ class _Share:
     """Mapping from the saved parts of a tensor to the part of this rank."""
 
     num_parts: int
-    """Parts that were saved: one for each tensor-parallel rank, and each part of the vocabulary."""
+    """Parts that were saved: one for each tensor- or expert-parallel rank, and each part of the vocabulary."""
     rank: int
     """Number of the part of this rank."""
     size: int
@@ -124,18 +139,29 @@ class _Share:
         """Return this rank's part [...], from a function from a rank to the part that it saved."""
         if self.source is not None:
             return part(self.source)
-        whole = torch.cat([part(each) for each in range(self.num_parts)], dim=self.cut)
-        return whole.tensor_split(self.size, dim=self.cut)[self.rank]
+        parts = [part(each) for each in range(self.num_parts)]
+        runs = self.runs([each.shape[self.cut] for each in parts])
+        return torch.cat([parts[each].narrow(self.cut, run.start, len(run)) for each, run in runs], dim=self.cut)
+
+    def runs(self, lengths: Sequence[int], elements: range | None = None) -> Iterator[tuple[int, range]]:
+        """Yield the number of each saved part with some elements of the part of this rank, and these, counted in it.
+
+        Args:
+            elements: of this rank's part; None for all.
+        """
+        own = sum(lengths) // self.size
+        first, end = (0, own) if elements is None else (elements.start, elements.stop)
+        return overlaps(lengths, range(self.rank * own + first, self.rank * own + end))
 
 
 def _saved_state(
     optimizer: SavedOptimizer | MegatronWeights, info: CheckpointInfo, name: str, layer: int, part: int, elements: range
 ) -> ParameterState:
     """Return the saved state of some elements of a part of a parameter."""
-    saved_layer, tensor_parallel_rank = info.place(layer, part)
+    saved_layer, rank = info.place(layer, part, name)
     first, _, rest = name.partition(".")
     saved_name = f"{saved_layer}.{rest}" if first.isdecimal() else name
-    return optimizer.of(saved_name, tensor_parallel_rank, elements)
+    return optimizer.of(saved_name, rank, elements)
 
 
 def _state(
@@ -145,6 +171,8 @@ def _state(
     if share.source is not None:
         return saved(share.source, elements)
     parts = [part(each) for each in range(share.num_parts)]
+    if share.cut == 0:  # Only the parts with some of the elements are read.
+        return joined([saved(number, run) for number, run in share.runs([each.numel() for each in parts], elements)])
     states = [saved(number, range(each.numel())) for number, each in enumerate(parts)]
 
     def reshared(flat: Callable[[ParameterState], Tensor]) -> Tensor:

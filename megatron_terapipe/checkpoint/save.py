@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor
 
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.agreement import from_first_rank
-from megatron_terapipe.checkpoint.directories import complete, remove_older
+from megatron_terapipe.checkpoint.directories import complete, experts_file, experts_state_file, remove_older
 from megatron_terapipe.checkpoint.engine_state import destination_of, is_partitioned
-from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
+from megatron_terapipe.checkpoint.info import EXPERTS, RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
 from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, PARAMETER_NAMES, Fragment, Place, index_text
 from megatron_terapipe.config.checkpoint import checkpoint_tag
@@ -42,11 +44,12 @@ class FileWriter(CheckpointEngine):
 
     Args:
         in_memory: keep the files in memory until `write_buffers`. They hold the same bytes.
+        leaves_out: tensors whose names contain it are not in the files that DeepSpeed saves; None for all.
     """
 
-    def __init__(self, *, in_memory: bool) -> None:
+    def __init__(self, *, in_memory: bool, leaves_out: str | None = None) -> None:
         super().__init__()
-        self._in_memory = in_memory
+        self._in_memory, self._leaves_out = in_memory, leaves_out
         self._buffers: list[tuple[Path, io.BytesIO]] = []
         self.facts: dict[str, FileFacts] = {}
         """Sizes and hashes of the files that are on the disk, by name."""
@@ -61,13 +64,19 @@ class FileWriter(CheckpointEngine):
         self._guarded(Path(path), lambda: os.makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
+        """Save a file of DeepSpeed."""
+        if self._leaves_out is not None:
+            state_dict = {name: value for name, value in state_dict.items() if self._leaves_out not in name}
+        self.add(state_dict, Path(path))
+
+    def add(self, content: Any, path: Path) -> None:
         """Save a file."""
         if self._in_memory:
             # The bytes of the file are the copy: they are made as fast as tensors are copied.
-            self._buffers.append((Path(path), buffer := io.BytesIO()))
-            self._guarded(Path(path), lambda: torch.save(state_dict, buffer))
+            self._buffers.append((path, buffer := io.BytesIO()))
+            self._guarded(path, lambda: torch.save(content, buffer))
         else:
-            self._write(Path(path), lambda file: torch.save(state_dict, file))
+            self._write(path, lambda file: torch.save(content, file))
 
     def write_buffers(self) -> None:
         """Write the files that are in memory, and free the memory."""
@@ -116,16 +125,20 @@ def bytes_to_save(engine: TokenSlicePipelineEngine, optimizer: str | None) -> in
 
     Without an optimizer, its state is not saved.
     """
-    mine = 0
-    weights = list(engine.module.state_dict().values())
-    if engine.grid.get_data_parallel_rank() == 0:
-        mine += _bytes(weights)
+    weights = engine.module.state_dict().items()
+    mine = _bytes(weight for name, weight in weights if _copy_and_part(engine, name)[0] == 0)
     partitioned = is_partitioned(engine)
-    # Where the state is dealt to replicas, each saves its own; else the first saves it for all.
-    if optimizer is not None and (partitioned or engine.grid.get_data_parallel_rank() == 0):
+    if optimizer is not None:
         rule: Any = engine.optimizer.optimizer if partitioned else engine.optimizer
-        worked_on = [weight for group in rule.param_groups for weight in group["params"]]
-        moments = [value for state in rule.state.values() for value in state.values() if torch.is_tensor(value)]
+        # Where the state is dealt to replicas, each saves its own; else the first saves it for all.
+        worked_on = [
+            weight
+            for group in rule.param_groups
+            for weight in group["params"]
+            if partitioned or _copy_and_part(engine, engine.param_names[weight])[0] == 0
+        ]
+        states = [rule.state[weight] for weight in worked_on if weight in rule.state]
+        moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
         expected = STATES_OF_ADAM * _bytes(worked_on) if optimizer.startswith("adam") else 0
         # Before the first step there is no state yet.
         mine += (_bytes(worked_on) if partitioned else 0) + (_bytes(moments) if moments else expected)
@@ -250,8 +263,10 @@ def begin_save(
     with_optimizer = info.optimizer is not None
     size = bytes_to_save(engine, info.optimizer)
     from_first_rank(partial(_prepare, _aside(directory), size), error=SaveError)
-    writer = FileWriter(in_memory=in_memory)
+    writer = FileWriter(in_memory=in_memory, leaves_out=EXPERTS if _shares(engine, EXPERTS) else None)
     _save_with_deepspeed(engine, _aside(directory), writer, with_optimizer=with_optimizer)
+    if _shares(engine, EXPERTS):
+        _save_experts(engine, _aside(directory), writer, with_optimizer=with_optimizer)
     return UnfinishedSave(directory, info, writer, _places(engine) if with_optimizer else [], keep_last)
 
 
@@ -276,12 +291,9 @@ def _prepare(aside: Path, size: int) -> None:
 def _save_with_deepspeed(
     engine: TokenSlicePipelineEngine, directory: Path, writer: FileWriter, *, with_optimizer: bool
 ) -> None:
-    state: dict[str, Any] = {}
-    if is_partitioned(engine) or not with_optimizer:
-        state["optimizer"] = None  # DeepSpeed would save it a second time
-    else:
-        groups = engine.optimizer.param_groups
-        state[PARAMETER_NAMES] = [[engine.param_names[each] for each in group["params"]] for group in groups]
+    state: dict[str, Any] = {"optimizer": None}  # DeepSpeed would save it a second time
+    if with_optimizer and not is_partitioned(engine):
+        state = _optimizer_state(engine, of_experts=False)
     saves_partition, own_writer = engine.save_zero_checkpoint, engine.checkpoint_engine
     engine.save_zero_checkpoint, engine.checkpoint_engine = saves_partition and with_optimizer, writer
     try:
@@ -290,16 +302,58 @@ def _save_with_deepspeed(
         engine.save_zero_checkpoint, engine.checkpoint_engine = saves_partition, own_writer
 
 
+def _shares(engine: TokenSlicePipelineEngine, name: str) -> bool:
+    """Whether expert-parallel ranks have different rows of a weight."""
+    return EXPERTS in name and engine.module.topology().layout.expert_parallel_size > 1
+
+
+def _copy_and_part(engine: TokenSlicePipelineEngine, name: str) -> tuple[int, int]:
+    """Number of this rank's copy of a weight on its stage, and its part of that copy."""
+    layout: ParallelLayout = engine.module.topology().layout
+    size = layout.expert_parallel_size if _shares(engine, name) else layout.tensor_parallel_size
+    return divmod(engine.global_rank % layout.ranks_of_a_stage, size)
+
+
+def _save_experts(
+    engine: TokenSlicePipelineEngine, directory: Path, writer: FileWriter, *, with_optimizer: bool
+) -> None:
+    """Save this rank's experts, unless a rank before this one has the same."""
+    module, (copy, part) = engine.module, _copy_and_part(engine, EXPERTS)
+    if copy > 0:
+        return
+    for number in module._layer_numbers:
+        weights = module.layer(number).state_dict()
+        if experts := {name: weight for name, weight in weights.items() if EXPERTS in name}:
+            # The parameters of a flat group share a storage, which would be saved as a whole.
+            writer.add(clone_tensors_for_torch_save(experts), directory / experts_file(number, part))
+    if with_optimizer and not is_partitioned(engine):
+        path = directory / experts_state_file(engine.grid.get_stage_id(), part)
+        writer.add(_optimizer_state(engine, of_experts=True), path)
+
+
+def _optimizer_state(engine: TokenSlicePipelineEngine, *, of_experts: bool) -> dict[str, Any]:
+    """State of an optimizer of torch: of the experts that ranks share, or of all other parameters."""
+    saved, groups, names = engine.optimizer.state_dict(), [], []
+    for group, own in zip(saved["param_groups"], engine.optimizer.param_groups, strict=True):
+        named = zip(group["params"], (engine.param_names[weight] for weight in own["params"]), strict=True)
+        kept = {number: name for number, name in named if _shares(engine, name) == of_experts}
+        groups.append(group | {"params": list(kept)})
+        names.append(list(kept.values()))
+    numbers = {number for group in groups for number in group["params"]}
+    states = {number: state for number, state in saved["state"].items() if number in numbers}
+    return {"optimizer": {"state": states, "param_groups": groups}, PARAMETER_NAMES: names}
+
+
 def _places(engine: TokenSlicePipelineEngine) -> list[tuple[str, Place]]:
     """Places of the state of this rank's parameters, if no other rank has the same."""
     found: list[tuple[str, Place]] = []
     destination, in_fragments = destination_of(engine), is_partitioned(engine)
-    replica, tensor_rank = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
-    # Tensor-parallel ranks have the same places, and without partitioning also replicas.
-    if tensor_rank == 0 and (in_fragments or replica == 0):
-        for name, parameter in engine.module.named_parameters():
+    for name, parameter in engine.module.named_parameters():
+        copy, part = _copy_and_part(engine, name)
+        # The parts of a copy have the same places, and without partitioning also the copies.
+        if part == 0 and (in_fragments or copy == 0):
             if parameter.requires_grad and (elements := destination.elements(parameter)):
-                fragments = (Fragment(replica, len(elements)),) if in_fragments else ()
+                fragments = (Fragment(copy, len(elements)),) if in_fragments else ()
                 found.append((name, Place(engine.grid.get_stage_id(), fragments)))
     return found
 

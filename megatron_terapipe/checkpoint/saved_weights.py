@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from deepspeed_ext.runtime.topology import layer_file
+from megatron_terapipe.checkpoint.directories import experts_file
 from megatron_terapipe.checkpoint.foreign import is_megatron
-from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.info import EXPERTS, CheckpointInfo
 from megatron_terapipe.checkpoint.megatron import MegatronWeights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError, first_line
@@ -28,14 +29,16 @@ class SavedWeights:
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
         self._directory, self._info = directory, info
         # The layers of a stage come one after the other, and tied weights from the first of all.
-        self.layer = lru_cache(maxsize=2 * info.tensor_parallel_size)(self._layer)
+        size = 2 * (info.tensor_parallel_size + info.expert_parallel_size)
+        self._file = lru_cache(maxsize=size)(self._read_file)
 
-    def _path(self, index: int, part: int = 0) -> Path:
+    def _path(self, index: int, part: int = 0, name: str = "") -> Path:
+        if self._info.has_files_of_experts(name):
+            return self._directory / experts_file(index, part)
         return self._directory / layer_file(*self._info.place(index, part))
 
-    def _layer(self, index: int, part: int = 0) -> Mapping[str, Tensor]:
+    def _read_file(self, path: Path, index: int) -> Mapping[str, Tensor]:
         """Weights of a layer by their names in it, a part that was saved by itself; mapped, not yet read."""
-        path = self._path(index, part)
         try:
             layer: Mapping[str, Tensor] = load_saved(path)
             strange = [name for name, each in layer.items() if not _is_whole(each)]
@@ -51,9 +54,10 @@ class SavedWeights:
 
     def weight(self, index: int, name: str, part: int = 0) -> Tensor:
         """Return one weight [...] of a layer, or the part of it that was saved by itself."""
-        layer = self.layer(index, part)
+        path = self._path(index, part, name)
+        layer = self._file(path, index)
         if name not in layer:
-            raise CheckpointError(f"{self._path(index, part)} lacks {name}: load a checkpoint of the same model")
+            raise CheckpointError(f"{path} lacks {name}: load a checkpoint of the same model")
         return layer[name]
 
     def whole(self, index: int, layer: nn.Module) -> dict[str, Tensor]:
@@ -62,13 +66,18 @@ class SavedWeights:
         Args:
             layer: the layer on a single rank, may be on `meta`; its parameters have the dimension that ranks cut.
         """
-        parts = [self.layer(index, part) for part in range(self._info.num_parts(index))]
-        cuts = {name: cut_dimension(parameter) for name, parameter in layer.named_parameters()}
+        cuts = {name: cut_dimension(name, parameter) for name, parameter in layer.named_parameters()}
+        files = {self._path(index, 0, name) for name in ("", *cuts)}
+        held = {
+            name: [self.weight(index, name, part) for part in range(self._info.num_parts(index, name))]
+            for path in files
+            for name in self._file(path, index)
+        }
         try:
             whole = {}
-            for name in parts[0]:
-                held, cut = [part[name] for part in parts], cuts.get(name)
-                whole[name] = held[0] if cut is None or len(held) == 1 else torch.cat(held, dim=cut)
+            for name, parts in held.items():
+                cut = cuts.get(name)
+                whole[name] = parts[0] if cut is None or len(parts) == 1 else torch.cat(parts, dim=cut)
             found = {name: tuple(weight.shape) for name, weight in whole.items()}
             expected = {name: tuple(weight.shape) for name, weight in layer.state_dict().items()}
             if found != expected:
@@ -85,8 +94,10 @@ def _is_whole(found: object) -> bool:
     return isinstance(found, Tensor) and found.nbytes <= found.untyped_storage().nbytes()
 
 
-def cut_dimension(parameter: nn.Parameter) -> int | None:
-    """Dimension along which tensor-parallel ranks share a weight; None if each holds the whole."""
+def cut_dimension(name: str, parameter: nn.Parameter) -> int | None:
+    """Dimension along which tensor- or expert-parallel ranks share a weight; None if each holds the whole."""
+    if EXPERTS in name:
+        return 0
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 

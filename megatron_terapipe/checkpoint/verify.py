@@ -17,6 +17,8 @@ from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.agreement import first_fault, from_first_rank
 from megatron_terapipe.checkpoint.directories import (
     BF16_PREFIX,
+    experts_file,
+    experts_state_file,
     manifest_of,
     names_model_folder,
     no_checkpoint,
@@ -30,6 +32,7 @@ from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
 from megatron_terapipe.checkpoint.megatron import MegatronWeights
 from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
 from megatron_terapipe.huggingface.folder_weights import FolderWeights
@@ -105,6 +108,9 @@ def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, 
         for layer in layers_with_weights(model)
         for part in range(info.num_parts(layer))
     ]
+    experts = range(info.expert_parallel_size if info.has_files_of_experts() else 0)
+    layers = [layer for layer, block in enumerate(model.blocks, LAYERS_BEFORE_BLOCKS) if block.num_experts]
+    names += [experts_file(layer, rank) for layer in layers for rank in experts]
     if not weights_only:
         names += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
         if info.partitioned:
@@ -114,6 +120,8 @@ def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, 
                 for rank in tensor_ranks
                 for name in optimizer_files(stage, rank, info.tensor_parallel_size, info.num_replicas)
             ]
+        else:
+            names += [experts_state_file(stage, rank) for stage in stages for rank in experts]
     there = {path.name for path in directory.iterdir()}
     found = []
     for name in names:

@@ -48,6 +48,7 @@ INSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
     "replicas": ("layout", {"data_parallel_size": "1"}, "layout.data_parallel_size is '1', and must be"),
     "stages": ("layout", {"pipeline_parallel_size": 10**9}, "layout.pipeline_parallel_size is 1000000000, and must be"),
     "ranks": ("layout", {"data_parallel_size": 10**6, "tensor_parallel_size": 2}, "and must be of 1000000 ranks at"),
+    "experts": ("layout", {"expert_parallel_size": 7}, "layout: expert parallel size 7 does not divide the data x "),
 }
 
 

@@ -12,7 +12,6 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.saved_weights import cut_dimension
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.inference import WholeModel
 
@@ -98,6 +97,6 @@ def logits(whole: WholeModel, tokens: Tensor) -> Tensor:
 
 
 def _part(parameter: torch.nn.Parameter, rank: int, size: int) -> Tensor:
-    cut = cut_dimension(parameter)
+    cut = getattr(parameter, "partition_dim", None)
     weight = parameter.detach()
     return weight.clone() if cut is None else weight.tensor_split(size, dim=cut)[rank].clone()
