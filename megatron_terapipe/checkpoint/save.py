@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor
 
@@ -323,9 +322,10 @@ def _save_experts(
         return
     for number in module._layer_numbers:
         weights = module.layer(number).state_dict()
-        if experts := {name: weight for name, weight in weights.items() if EXPERTS in name}:
-            # The parameters of a flat group share a storage, which would be saved as a whole.
-            writer.add(clone_tensors_for_torch_save(experts), directory / experts_file(number, part))
+        # Copied: the parameters of a flat group share a storage, which would be saved as a whole.
+        experts = {name: weight.to("cpu", copy=True) for name, weight in weights.items() if EXPERTS in name}
+        if experts:
+            writer.add(experts, directory / experts_file(number, part))
     if with_optimizer and not is_partitioned(engine):
         path = directory / experts_state_file(engine.grid.get_stage_id(), part)
         writer.add(_optimizer_state(engine, of_experts=True), path)
