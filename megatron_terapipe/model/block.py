@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import Past, SelfAttention
-from megatron_terapipe.model.experts import ExpertLayer, ExpertParallelRanks
+from megatron_terapipe.model.expert_dispatch import ExpertParallelRanks
+from megatron_terapipe.model.experts import ExpertLayer
 from megatron_terapipe.model.mlp import MLP
 from megatron_terapipe.model.norm import NORMS, Sum
 from megatron_terapipe.model.rotary import RotaryTable

@@ -14,14 +14,10 @@ depend on several tokens are in `balance.py`. A weight enters before the last pr
 outputs of the experts are not kept for its gradient.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,6 +25,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.experts import RoutingRule
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import Past
+from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, Dispatch, ExpertParallelRanks, Here, Pairs
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.mlp import MLP, Activation
 from megatron_terapipe.model.tensor_parallel import (
@@ -38,15 +35,6 @@ from megatron_terapipe.model.tensor_parallel import (
     gradient_sums,
     now_or_deferred,
 )
-
-
-class ExpertParallelRanks(Protocol):
-    """Ranks that share the experts of each layer: rank r of EP has experts r E / EP up to (r + 1) E / EP."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-
 
 # ---------------------------------------------------------------------- the rule
 
@@ -124,79 +112,6 @@ class _WideProduct(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------- products of experts
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Pairs of a token and one of its experts, sorted by expert. Choices of other ranks' experts come last."""
-
-    order_R: Tensor
-    """Number of each pair among the choices [T, K]."""
-    place_TK: Tensor
-    """Place of each choice among the pairs: the inverse order."""
-    ends_E: Tensor
-    """End of the pairs of each expert: int32, on the device."""
-
-    @classmethod
-    def of(cls, chosen_TK: Tensor, num_experts: int) -> "Pairs":
-        """Sort choices; those of an expert stay in the order of the tokens.
-
-        Args:
-            chosen_TK: int64; from `num_experts` on for no expert of this rank.
-        """
-        order_R = chosen_TK.flatten().argsort(stable=True)
-        place_R = torch.empty_like(order_R)
-        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)[:num_experts]
-        return cls(order_R, place_R.view_as(chosen_TK), counts_E.cumsum(0).int())
-
-    @property
-    def token_R(self) -> Tensor:
-        """Token of each pair."""
-        return self.order_R // self.place_TK.shape[1]
-
-    def of_experts(self) -> Iterator[slice]:
-        """The pairs of each expert; an accelerator's host waits for their numbers."""
-        return (slice(start, end) for start, end in pairwise([0, *self.ends_E.tolist()]))
-
-
-class _Sort(torch.autograd.Function):
-    """Values of the choices in the order of the pairs: values_TK to values_R."""
-
-    @staticmethod
-    def forward(ctx, values_TK, pairs: Pairs):
-        ctx.pairs = pairs
-        return values_TK.flatten()[pairs.order_R]
-
-    @staticmethod
-    def backward(ctx, gradient_R):
-        return gradient_R[ctx.pairs.place_TK], None
-
-
-class _Permute(torch.autograd.Function):
-    """A copy of each token for each of its pairs, x_Th to x_Rh; backward, the sum of the copies."""
-
-    @staticmethod
-    def forward(ctx, x_Th, pairs: Pairs):
-        ctx.pairs = pairs
-        return x_Th[pairs.token_R]
-
-    @staticmethod
-    def backward(ctx, gradient_Rh):
-        return gradient_Rh[ctx.pairs.place_TK].sum(1), None
-
-
-class _Unpermute(torch.autograd.Function):
-    """The sum of the pairs of each token, y_Rh to y_Th."""
-
-    @staticmethod
-    def forward(ctx, y_Rh, pairs: Pairs):
-        ctx.pairs = pairs
-        return y_Rh[pairs.place_TK].sum(1)
-
-    @staticmethod
-    def backward(ctx, gradient_Th):
-        return gradient_Th[ctx.pairs.token_R], None
 
 
 def _has_grouped_products(x: Tensor) -> bool:
@@ -331,7 +246,9 @@ class ExpertLayer(nn.Module):
         super().__init__()
         assert ranks.size == 1 or ranks.sequence_parallel, "the configuration gives each rank its own tokens"
         self.router = Router(model, ranks)
-        self.experts = Experts(model, block, ranks, expert_ranks or TensorParallelRanks())
+        expert_ranks = expert_ranks or TensorParallelRanks()
+        self.experts = Experts(model, block, ranks, expert_ranks)
+        self.dispatch = dispatch_of(model, block, expert_ranks)
         width = block.shared_ffn_hidden_size
         shared = replace(block, ffn_hidden_size=width, num_experts=0)
         self.shared = MLP(model, shared, ranks) if width else None
@@ -340,7 +257,20 @@ class ExpertLayer(nn.Module):
         """Return the output of the layer: [B, n, h]."""
         x_Th = x_Bnh.flatten(0, 1)
         chosen_TK, weights_TK = self.router(x_Th, past)
-        pairs = Pairs.of(chosen_TK, self.experts.number)
-        y_Rh = self.experts(_Permute.apply(x_Th, pairs), _Sort.apply(weights_TK, pairs), pairs)
-        y_Bnh = _Unpermute.apply(y_Rh, pairs).view_as(x_Bnh)
-        return y_Bnh if self.shared is None else y_Bnh + self.shared(x_Bnh)
+        dispatched = self.dispatch(x_Th, chosen_TK, weights_TK, past)
+        # The first half of the shared experts runs while tokens are sent, the second while outputs are sent back.
+        shared = None if self.shared is None else self.shared.up(x_Bnh)
+        x_Rh, weights_R, pairs = dispatched.given()
+        arriving = dispatched.start_back(self.experts(x_Rh, weights_R, pairs))
+        if self.shared is not None:
+            shared = self.shared.down(self.shared.activation(shared))
+        y_Bnh = arriving().view_as(x_Bnh)
+        return y_Bnh if shared is None else y_Bnh + shared
+
+
+def dispatch_of(model: ModelConfig, block: BlockShape, expert_ranks: ExpertParallelRanks) -> Dispatch:
+    """Return the way of tokens to their experts."""
+    if expert_ranks.size == 1:
+        return Here(block.num_experts)
+    kind = AllGather if model.moe_token_dispatcher_type == "allgather" else AllToAll
+    return kind(block.num_experts, expert_ranks)

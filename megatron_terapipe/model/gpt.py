@@ -20,7 +20,7 @@ from megatron_terapipe.model.embedding import (
     WordEmbedding,
     tied_logits,
 )
-from megatron_terapipe.model.experts import ExpertParallelRanks
+from megatron_terapipe.model.expert_dispatch import ExpertParallelRanks
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.norm import NORMS
 from megatron_terapipe.model.rotary import RotaryTable

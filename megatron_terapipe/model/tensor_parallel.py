@@ -52,8 +52,8 @@ Initializer = Callable[[Tensor, WeightPart], object]
 """Fills a part of a weight in place, with the same values as if it filled the whole."""
 
 # Torch 2.13 renamed both, and warns of the names that older releases have.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _pending(work: dist.Work, result: Callable[[], Tensor]) -> Pending:
@@ -130,7 +130,7 @@ class TensorParallelRanks:
         """Start to gather the tokens of all ranks: [B, N / size, C] to [B, N, C]."""
         part = part.contiguous()
         gathered = part.new_empty((self.size, *part.shape))
-        work = _all_gather(gathered.flatten(0, 1), part, group=self.group, async_op=True)
+        work = all_gather(gathered.flatten(0, 1), part, group=self.group, async_op=True)
         # With one row the parts of the ranks are contiguous, and no copy is made.
         return _pending(work, lambda: gathered.transpose(0, 1).flatten(1, 2))
 
@@ -138,7 +138,7 @@ class TensorParallelRanks:
         """Start to sum a tensor over all ranks, of which each gets its tokens: [B, N, C] to [B, N / size, C]."""
         by_rank = whole.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         own = torch.empty_like(by_rank[0])
-        return _pending(_reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True), lambda: own)
+        return _pending(reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True), lambda: own)
 
     def start_complete(self, partial: Tensor) -> Pending:
         """Start to sum partial results [B, N, ...]; each rank gets its tokens between the matrices: [B, n, ...]."""

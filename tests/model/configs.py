@@ -19,6 +19,12 @@ def model_config(**given: Any) -> ModelConfig:
     return ModelConfig(**(defaults | given))
 
 
+def expert_config(**given: Any) -> ModelConfig:
+    """A model of two layers with eight experts."""
+    defaults = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 12, "num_experts": 8, "init_method_std": 0.3}
+    return model_config(**(defaults | given))
+
+
 LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "position_embedding_type": "rope",

@@ -14,12 +14,13 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_logits
+from megatron_terapipe.model.experts import ExpertLayer
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.logits import LiveLogits, Logits
 from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.norm import LayerNorm
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
-from tests.model.configs import model_config
+from tests.model.configs import expert_config, model_config
 from tests.model.whole_and_parts import ALONE, assert_gradients, complete_gradients, drawn, fill, tokens_of
 
 DTYPES = torch.float64, torch.float32, torch.bfloat16
@@ -302,6 +303,34 @@ def _assert_losses(results: list[_Result]) -> None:
             torch.testing.assert_close(gradient.to(wanted.dtype), wanted, rtol=rounding, atol=atol)
 
 
+def experts_on_ranks(ranks: TensorParallelRanks) -> None:
+    """Each rank has its tokens and its experts, by both dispatchers; the second forward is a repeated one."""
+    if not ranks.sequence_parallel:
+        return
+    shared = {"moe_shared_expert_intermediate_size": 8, "activation": "swiglu", "disable_bias_linear": True}
+    for kind, settings in product(("alltoall", "allgather"), ({}, shared)):
+        model = expert_config(moe_token_dispatcher_type=kind, **settings)
+        whole, part = (ExpertLayer(model, model.blocks[0], each, each).double() for each in (ALONE, ranks))
+        fill(whole, part, ranks)
+        states = [SequenceState(TokenSlices((8,) * 3)) for _ in range(2)]
+        seen = []
+        for step in range(3):
+            hidden, coefficients = drawn(2, 8, 16, seed=step), drawn(2, 8, 16, seed=30 + step)
+            own = tokens_of(hidden, ranks).clone().requires_grad_()
+            with torch.no_grad():
+                first = part(own, states[0].past(0, step))
+            found = part(own, states[0].past(0, step))
+            (found * tokens_of(coefficients, ranks)).sum().backward()
+            hidden.requires_grad_()
+            expected = whole(hidden, states[1].past(0, step))
+            (expected * coefficients).sum().backward()
+            seen += [(found, tokens_of(expected, ranks)), (own.grad, tokens_of(hidden.grad, ranks)), (first, found)]
+        gradients = complete_gradients(part, ranks)
+        for found, expected in seen:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert_gradients(gradients, part, whole, ranks)
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -315,5 +344,6 @@ CHECKS = {
         logits,
         losses,
         losses_of_padded_and_capped_logits,
+        experts_on_ranks,
     )
 }

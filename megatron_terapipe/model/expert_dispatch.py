@@ -1,0 +1,373 @@
+"""The way of tokens to their experts, on this rank and on others, and back.
+
+P expert-parallel ranks have e = E / P experts each. Letters of other shapes are in `experts.py`.
+
+    alltoall     pairs, sorted by expert --> R of all ranks with my experts --> sort, experts, unsort --> back --> sum
+                 counts_E --> counts_Pe: sizes, which the host needs: it waits for the device, in forwards only
+    allgather    tokens of all ranks, x_PTh --> my pairs of them --> experts, sum --> y_PTh --> reduce-scatter --> y_Th
+                 P / K times the bytes, always of one size: no wait
+
+Sizes are kept for forwards that are computed again. A message is posted, and waited for where its tensors are needed:
+the shared experts are computed in between, backward too, since autograd runs the later of two functions first. All
+ranks post in the order of the layer, and autograd goes through equal graphs in one order, so all come to the same
+exchanges in the same order (ADR 47).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_terapipe.model.attention import Past
+from megatron_terapipe.model.tensor_parallel import all_gather, reduce_scatter
+
+
+class ExpertParallelRanks(Protocol):
+    """Ranks that share the experts of each layer: rank r of P has experts r e up to (r + 1) e."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of a token and one of its experts, sorted by expert. Choices of other ranks' experts come last."""
+
+    order_R: Tensor
+    """Number of each pair among the choices [T, K]."""
+    place_TK: Tensor
+    """Place of each choice among the pairs: the inverse order."""
+    ends_E: Tensor
+    """End of the pairs of each expert: int32, on the device."""
+
+    @classmethod
+    def of(cls, chosen_TK: Tensor, num_experts: int) -> "Pairs":
+        """Sort choices; those of an expert stay in the order of the tokens.
+
+        Args:
+            chosen_TK: int64; from `num_experts` on for no expert of this rank.
+        """
+        order_R = chosen_TK.flatten().argsort(stable=True)
+        place_R = torch.empty_like(order_R)
+        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)[:num_experts]
+        return cls(order_R, place_R.view_as(chosen_TK), counts_E.cumsum(0).int())
+
+    @property
+    def counts_E(self) -> Tensor:
+        """Number of the pairs of each expert, int64."""
+        return self.ends_E.diff(prepend=self.ends_E.new_zeros(1)).long()
+
+    @property
+    def token_R(self) -> Tensor:
+        """Token of each pair."""
+        return self.order_R // self.place_TK.shape[1]
+
+    def of_experts(self) -> Iterator[slice]:
+        """The pairs of each expert; an accelerator's host waits for their numbers."""
+        return (slice(start, end) for start, end in pairwise([0, *self.ends_E.tolist()]))
+
+
+class _Sort(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values_TK, pairs: Pairs):
+        ctx.pairs = pairs
+        return values_TK.flatten()[pairs.order_R]
+
+    @staticmethod
+    def backward(ctx, gradient_R):
+        return gradient_R[ctx.pairs.place_TK], None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_Th, pairs: Pairs):
+        ctx.pairs = pairs
+        return x_Th[pairs.token_R]
+
+    @staticmethod
+    def backward(ctx, gradient_Rh):
+        return gradient_Rh[ctx.pairs.place_TK].sum(1), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_Rh, pairs: Pairs):
+        ctx.pairs = pairs
+        return y_Rh[pairs.place_TK].sum(1)
+
+    @staticmethod
+    def backward(ctx, gradient_Th):
+        return gradient_Th[ctx.pairs.token_R], None
+
+
+def sorted_values(values_TK: Tensor, pairs: Pairs) -> Tensor:
+    """Return values of the choices in the order of the pairs: values_R."""
+    return _Sort.apply(values_TK, pairs)
+
+
+def permuted(x_Th: Tensor, pairs: Pairs) -> Tensor:
+    """Return a copy of each token for each of its pairs: x_Rh."""
+    return _Permute.apply(x_Th, pairs)
+
+
+def unpermuted(y_Rh: Tensor, pairs: Pairs) -> Tensor:
+    """Return the sum of the pairs of each token: y_Th."""
+    return _Unpermute.apply(y_Rh, pairs)
+
+
+class Given(NamedTuple):
+    """The work of this rank's experts."""
+
+    x_Rh: Tensor
+    weights_R: Tensor
+    pairs: Pairs
+
+
+Arriving = Callable[[], Tensor]
+"""Waits for the sums of each token's outputs, y_Th."""
+
+
+class Dispatched(Protocol):
+    """Tokens on their way to their experts."""
+
+    def given(self) -> Given:
+        """Wait for them."""
+
+    def start_back(self, y_Rh: Tensor) -> Arriving:
+        """Start to send outputs back."""
+
+
+Dispatch = Callable[[Tensor, Tensor, Tensor, Past], Dispatched]
+"""Starts to send tokens x_Th with chosen_TK, weights_TK."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Experts that are all on this rank."""
+
+    num_experts: int
+
+    def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
+        """Give each expert its tokens."""
+        return _Here(x_Th, weights_TK, Pairs.of(chosen_TK, self.num_experts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    x_Th: Tensor
+    weights_TK: Tensor
+    pairs: Pairs
+
+    def given(self) -> Given:
+        return Given(permuted(self.x_Th, self.pairs), sorted_values(self.weights_TK, self.pairs), self.pairs)
+
+    def start_back(self, y_Rh: Tensor) -> Arriving:
+        return lambda: unpermuted(y_Rh, self.pairs)
+
+
+# ---------------------------------------------------------------------- messages
+
+Sent = tuple[dist.Work, Tensor]
+
+
+class Message(NamedTuple):
+    """How a tensor is sent, and its gradient back."""
+
+    send: Callable[[Tensor], Sent]
+    send_gradient: Callable[[Tensor], Sent]
+
+
+class _Flight:
+    """A tensor that is under way, forward or backward."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self._sent: Sent | None = None
+
+    def post(self, send: Callable[[Tensor], Sent], tensor: Tensor) -> Tensor:
+        self._sent = send(tensor.contiguous())
+        return self._sent[1]
+
+    def wait(self) -> Tensor:
+        assert self._sent is not None, "posted before"
+        (work, received), self._sent = self._sent, None
+        work.wait()
+        return received
+
+
+class _Post(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, flight: _Flight):
+        ctx.flight = flight
+        return flight.post(flight.message.send, tensor)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.flight.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, received, flight: _Flight):
+        ctx.flight = flight
+        flight.wait()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.flight.post(ctx.flight.message.send_gradient, gradient)
+        # Not read: `_Post` returns the gradient that arrives.
+        return gradient, None
+
+
+def started(tensor: Tensor, message: Message) -> Arriving:
+    """Post a tensor; call the result to wait for the tensor that arrives."""
+    flight = _Flight(message)
+    received = _Post.apply(tensor, flight)
+    return lambda: _Wait.apply(received, flight)
+
+
+# ---------------------------------------------------------------------- exact sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Numbers of pairs in an exchange."""
+
+    counts_Pe: Tensor
+    """Pairs from each rank for each expert of this rank."""
+    sent: list[int]
+    """Pairs for each rank."""
+    received: list[int]
+    """Pairs from each rank."""
+
+    def to_experts(self, ranks: ExpertParallelRanks) -> Message:
+        """The exchange of pairs [R, ...]."""
+        return Message(self._all_to_all(ranks, self.sent, self.received), self._back(ranks))
+
+    def to_tokens(self, ranks: ExpertParallelRanks) -> Message:
+        """The exchange of outputs."""
+        return Message(self._back(ranks), self._all_to_all(ranks, self.sent, self.received))
+
+    def _back(self, ranks: ExpertParallelRanks) -> Callable[[Tensor], Sent]:
+        return self._all_to_all(ranks, self.received, self.sent)
+
+    @staticmethod
+    def _all_to_all(ranks: ExpertParallelRanks, sent: list[int], received: list[int]) -> Callable[[Tensor], Sent]:
+        def send(tensor: Tensor) -> Sent:
+            arriving = tensor.new_empty((sum(received), *tensor.shape[1:]))
+            work = dist.all_to_all_single(arriving, tensor, received, sent, group=ranks.group, async_op=True)
+            return work, arriving
+
+        return send
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Each pair goes to the rank of its expert."""
+
+    num_experts: int
+    """Of all ranks."""
+    ranks: ExpertParallelRanks
+
+    def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
+        """Start to send tokens."""
+        pairs = Pairs.of(chosen_TK, self.num_experts)
+        sizes = past.kept("sizes of the exchange", lambda: self._sizes(pairs))
+        message = sizes.to_experts(self.ranks)
+        return _AllToAll(
+            started(permuted(x_Th, pairs), message),
+            started(sorted_values(weights_TK, pairs), message),
+            pairs,
+            self._pairs_here(sizes),
+            sizes.to_tokens(self.ranks),
+        )
+
+    def _sizes(self, pairs: Pairs) -> _Sizes:
+        """Exchange counts, and wait until the host has the sizes."""
+        sent_Pe = pairs.counts_E.view(self.ranks.size, -1)
+        counts_Pe = torch.empty_like(sent_Pe)
+        dist.all_to_all_single(counts_Pe, sent_Pe, group=self.ranks.group)
+        sent, received = torch.stack([sent_Pe.sum(1), counts_Pe.sum(1)]).tolist()
+        return _Sizes(counts_Pe, sent, received)
+
+    @staticmethod
+    def _pairs_here(sizes: _Sizes) -> Pairs:
+        """Sort the pairs that arrive, by rank and expert, by expert."""
+        expert_Pe = torch.arange(sizes.counts_Pe.shape[1], device=sizes.counts_Pe.device).expand_as(sizes.counts_Pe)
+        expert_R = expert_Pe.flatten().repeat_interleave(sizes.counts_Pe.flatten(), output_size=sum(sizes.received))
+        return Pairs.of(expert_R.unsqueeze(1), sizes.counts_Pe.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _AllToAll:
+    x_Rh: Arriving
+    weights_R: Arriving
+    pairs: Pairs
+    """Those of this rank's tokens."""
+    pairs_here: Pairs
+    """Those of this rank's experts."""
+    to_tokens: Message
+
+    def given(self) -> Given:
+        x_Rh, weights_R = self.x_Rh(), self.weights_R()
+        weights_R = sorted_values(weights_R.unsqueeze(1), self.pairs_here)
+        return Given(permuted(x_Rh, self.pairs_here), weights_R, self.pairs_here)
+
+    def start_back(self, y_Rh: Tensor) -> Arriving:
+        arriving = started(unpermuted(y_Rh, self.pairs_here), self.to_tokens)
+        return lambda: unpermuted(arriving(), self.pairs)
+
+
+# ---------------------------------------------------------------------- one size
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """All tokens go to all ranks, which have as many tokens each."""
+
+    num_experts: int
+    """Of all ranks."""
+    ranks: ExpertParallelRanks
+
+    def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
+        """Start to send tokens."""
+        gather = Message(self._gather, self._reduce_scatter)
+        x_PTh, weights_PTK = started(x_Th, gather), started(weights_TK, gather)
+        work, chosen_PTK = self._gather(chosen_TK.int())
+        work.wait()
+        own = self.num_experts // self.ranks.size
+        here_PTK = chosen_PTK.long() - self.ranks.rank * own
+        here_PTK = here_PTK.where((here_PTK >= 0) & (here_PTK < own), own)
+        pairs = Pairs.of(here_PTK, own)
+        return _AllGather(x_PTh, weights_PTK, here_PTK < own, pairs, Message(self._reduce_scatter, self._gather))
+
+    def _gather(self, tensor: Tensor) -> Sent:
+        gathered = tensor.new_empty((self.ranks.size * len(tensor), *tensor.shape[1:]))
+        return all_gather(gathered, tensor, group=self.ranks.group, async_op=True), gathered
+
+    def _reduce_scatter(self, tensor: Tensor) -> Sent:
+        own = tensor.new_empty((len(tensor) // self.ranks.size, *tensor.shape[1:]))
+        return reduce_scatter(own, tensor, group=self.ranks.group, async_op=True), own
+
+
+@dataclass(frozen=True, slots=True)
+class _AllGather:
+    x_PTh: Arriving
+    weights_PTK: Arriving
+    is_here_PTK: Tensor
+    pairs: Pairs
+    to_tokens: Message
+
+    def given(self) -> Given:
+        x_PTh, weights_PTK = self.x_PTh(), self.weights_PTK() * self.is_here_PTK
+        return Given(permuted(x_PTh, self.pairs), sorted_values(weights_PTK, self.pairs), self.pairs)
+
+    def start_back(self, y_Rh: Tensor) -> Arriving:
+        return started(unpermuted(y_Rh, self.pairs), self.to_tokens)
