@@ -40,11 +40,13 @@ from deepspeed_ext.runtime.channels import MessageSpec, RankLinks
 from deepspeed_ext.runtime.clocks import REDUCTIONS, SUMS, UPDATE, BackwardTimer, Observer, Observers, OpClock
 from deepspeed_ext.runtime.executor import METHODS, Executor
 from deepspeed_ext.runtime.first_batch_checks import check_same_data
+from deepspeed_ext.runtime.gradients.expert_weights import broadcast_weights, experts_apart
 from deepspeed_ext.runtime.gradients.gradient_norm import (
     clip_gradients,
     count_bad_copies,
     global_grad_norm,
-    join_norms_of_all_groups,
+    join_norms,
+    norm_with_experts,
     skip_bad_update,
 )
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers, parameter_gathers
@@ -152,9 +154,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Surround ops and phases of the steps."""
         self.ledger = watch.ledger
         """Completed instructions and current position of this rank."""
-        join_norms_of_all_groups(self)
+        join_norms(self)
         self._name_groups()
-        self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
+        shares_experts = self.module.expert_ranks.size > 1
+        self._overlaps_reductions = overlap_grad_reduce
+        self._reductions = gradient_reductions(self) if overlap_grad_reduce or shares_experts else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
         self._loss = BatchLoss(self)
         shares_sequences = self.module.sequence_ranks.size > 1
@@ -189,6 +193,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
         collectives.name(self.grid.get_data_parallel_group(), "replicas")
         collectives.name(self.module.sequence_ranks.group, "sequence-parallel ranks")
         collectives.name(self.grid.get_slice_parallel_group(), "tensor-parallel ranks")
+        collectives.name(self.module.expert_ranks.group, "expert-parallel ranks")
+        collectives.name(self.module.expert_ranks.copies, "ranks with the same experts")
         collectives.name(self.grid.get_pipe_parallel_group(), "pipeline ranks")
         collectives.name(self.grid.get_model_parallel_group(), "ranks of a replica")
         collectives.name(dist.group.WORLD, "all ranks")
@@ -432,7 +438,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
         self._executor.begin(batch, defers_weight_gradients=schedule.defers_weight_gradients)
         if self._reductions is not None and batch.updates:
-            self._reductions.begin(completing_ops(schedule.program.ops()))
+            self._reductions.begin(completing_ops(schedule.program.ops()) if self._overlaps_reductions else {})
 
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         batch = self._executor.batch
@@ -532,6 +538,20 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     # ------------------------------------------------------------------ the optimizer step
 
+    def _broadcast_model(self) -> None:
+        if self.module.expert_ranks.size > 1:
+            broadcast_weights(self)
+        else:
+            super()._broadcast_model()
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        with experts_apart(self, optimizer):
+            return super()._configure_bf16_optimizer(optimizer)
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        with experts_apart(self, optimizer):
+            return super()._configure_zero_optimizer(optimizer)
+
     def complete_weights(self) -> None:
         """Wait for pending gathers of weights; call it before weights are read outside a batch or state dict."""
         if self._gathers is not None:
@@ -553,11 +573,14 @@ class TokenSlicePipelineEngine(PipelineEngine):
         count_bad_copies(self)
         if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
             # Other optimizers of DeepSpeed compute the norm themselves.
-            self._global_grad_norm = global_grad_norm(
-                self.module.parameters(),
-                self.grid.get_model_parallel_group(),
-                tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
-            )
+            if self.module.expert_ranks.size > 1:
+                self._global_grad_norm = norm_with_experts(self)
+            else:
+                self._global_grad_norm = global_grad_norm(
+                    self.module.parameters(),
+                    self.grid.get_model_parallel_group(),
+                    tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
+                )
             skip_bad_update(self.optimizer, self._global_grad_norm)
         with nullcontext() if self._gathers is None else self._gathers.deferred():
             super()._exec_optimizer_step(lr_kwargs)

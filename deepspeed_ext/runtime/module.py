@@ -28,7 +28,13 @@ from deepspeed_ext.runtime.first_batch_checks import StageLayer
 from deepspeed_ext.runtime.live_batch import CutByDocuments, Recomputation
 from deepspeed_ext.runtime.micro_batch import CountLossTokens, SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
-from deepspeed_ext.runtime.topology import SequenceParallelRanks, TokenSliceTopology, own_group, token_slice_grid
+from deepspeed_ext.runtime.topology import (
+    ExpertParallelRanks,
+    SequenceParallelRanks,
+    TokenSliceTopology,
+    own_group,
+    token_slice_grid,
+)
 
 __all__ = ["TokenSlicePipelineModule"]
 
@@ -132,6 +138,7 @@ class TokenSlicePipelineModule(PipelineModule):
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
         base_seed: layer i initialises with seed `base_seed + i`, on any stage.
         tensor_parallel_group: group of the ranks that share this rank's layers, if it exists already.
+        expert_ranks: ranks that share the experts of this rank's layers, if their groups exist already.
     """
 
     def __init__(
@@ -158,6 +165,7 @@ class TokenSlicePipelineModule(PipelineModule):
         dynamic_shape: bool = False,
         base_seed: int = 1234,
         tensor_parallel_group: dist.ProcessGroup | None = None,
+        expert_ranks: ExpertParallelRanks | None = None,
     ) -> None:
         if len(token_slices) != layout.num_token_slices:
             raise UserError(
@@ -208,6 +216,8 @@ class TokenSlicePipelineModule(PipelineModule):
             )
         self.sequence_ranks = SequenceParallelRanks.of(layout)
         """Ranks that share the tokens of each token slice."""
+        self.expert_ranks = expert_ranks or ExpertParallelRanks.of(layout)
+        """Ranks that share the experts of each layer."""
         self.token_slices = token_slices
         self.split_batch, self.loss_tokens = split_batch, loss_tokens
         self.output_fn = output_fn

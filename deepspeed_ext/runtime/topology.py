@@ -222,6 +222,8 @@ class ExpertParallelRanks:
     size: int = 1
     group: dist.ProcessGroup | None = None
     """Their process group; None for a single rank."""
+    copies: dist.ProcessGroup | None = None
+    """The ranks of the stage with the same experts; None for a single expert-parallel rank."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "ExpertParallelRanks":
@@ -229,4 +231,5 @@ class ExpertParallelRanks:
         size = layout.expert_parallel_size
         if size == 1:
             return cls()
-        return cls(dist.get_rank() % size, size, own_group(layout.groups("expert"), timeout))
+        made = [own_group(layout.groups(axis), timeout) for axis in ("expert", "expert_copies")]
+        return cls(dist.get_rank() % size, size, *made)

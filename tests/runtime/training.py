@@ -30,6 +30,8 @@ class Setup:
     pp: int = 1
     dp: int = 1
     sp: int = 1
+    tp: int = 1
+    ep: int = 1
     cut: tuple[int, ...] = (models.SEQ,)
     micro_batches: int = 2
     schedule: str | Schedule = "1f1b"
@@ -46,11 +48,23 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.sp
+        return self.layout.world_size
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(
+            pipeline_parallel_size=self.pp,
+            data_parallel_size=self.dp,
+            sequence_parallel_size=self.sp,
+            tensor_parallel_size=self.tp,
+            num_token_slices=len(self.cut),
+            expert_parallel_size=self.ep,
+        )
 
     def __str__(self) -> str:
         parts = [f"pp{self.pp}", f"dp{self.dp}", f"m{self.micro_batches}", "cut" + "_".join(map(str, self.cut))]
-        parts[2:2] = [f"sp{self.sp}"] * (self.sp > 1)
+        sizes = {"sp": self.sp, "tp": self.tp, "ep": self.ep}
+        parts[2:2] = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         parts += [f"v{self.model_chunks}{self.placement.value}"] * (self.model_chunks > 1)
         parts += [
             getattr(self.schedule, "__name__", self.schedule),
@@ -98,12 +112,7 @@ def build(
     module_keywords.setdefault("recompute_stages", setup.recompute_stages)
     model = TokenSlicePipelineModule(
         models.layers(setup.num_blocks, tied=setup.tied) if layers is None else layers,
-        layout=ParallelLayout(
-            pipeline_parallel_size=setup.pp,
-            data_parallel_size=setup.dp,
-            sequence_parallel_size=setup.sp,
-            num_token_slices=len(setup.cut),
-        ),
+        layout=setup.layout,
         token_slices=TokenSlices(setup.cut),
         loss_fn=loss_fn,
         num_model_chunks=setup.model_chunks,

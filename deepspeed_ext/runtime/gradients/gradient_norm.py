@@ -1,6 +1,6 @@
 """The gradients of an optimizer's step: their global norm, clipping, and counts of bad and of zero elements."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from deepspeed_ext.runtime.clocks import UPDATE, Observer
+from deepspeed_ext.runtime.gradients.expert_weights import is_of_experts
 
 
 def stepped_gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -41,7 +42,7 @@ def count_bad_copies(engine: Any) -> None:
         return
     counted, left_out = None, []
     for parameter, gradient in stepped_gradients(engine):
-        if is_model_parallel_parameter(parameter):
+        if is_model_parallel_parameter(parameter) or is_of_experts(parameter):
             counted = gradient if counted is None else counted
         elif gradient.numel():
             left_out.append(gradient)
@@ -53,7 +54,8 @@ def count_bad_copies(engine: Any) -> None:
 def _counts_here(parameter: nn.Parameter, tensor_parallel_rank: int) -> bool:
     """Whether a parameter counts on this rank: of copies on pipeline or tensor-parallel ranks only the first does."""
     replicated = getattr(parameter, "ds_pipe_replicated", False)
-    return not replicated and (tensor_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+    is_cut = is_model_parallel_parameter(parameter) or is_of_experts(parameter)
+    return not replicated and (tensor_parallel_rank == 0 or is_cut)
 
 
 def global_grad_norm(
@@ -81,7 +83,54 @@ def global_grad_norm(
     return squares.sqrt()
 
 
-def join_norms_of_all_groups(engine: Any) -> None:
+def sum_over_model(engine: Any, measure: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum [] of a measure of all gradients of a model, each weight counted once, in fp64; a collective of all ranks."""
+    sums = torch.zeros(2, dtype=torch.double, device=engine.device)
+    for parameter, gradient in stepped_gradients(engine):
+        if _counts_here(parameter, engine.grid.get_slice_parallel_rank()):
+            sums[int(is_of_experts(parameter))] += measure(gradient).double()
+    dist.all_reduce(sums)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        return sums.sum()
+    layout = engine.module.topology().layout
+    # Every copy counts, so that a bad one is found.
+    return sums[0] / layout.num_weight_copies + sums[1] / layout.num_expert_copies
+
+
+def norm_with_experts(engine: Any) -> Tensor:
+    """2-norm [] of the gradients of a whole model with expert-parallel ranks, in fp64."""
+
+    def square(gradient: Tensor) -> Tensor:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
+
+    return sum_over_model(engine, square).sqrt()
+
+
+def join_norms(engine: Any) -> None:
+    """Replace the norms of DeepSpeed's optimizers where they do not count every weight once."""
+    optimizer = engine.optimizer
+    if engine.module.expert_ranks.size == 1:
+        _join_norms_of_all_groups(engine)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+
+        def scaled_global_norm(norm_type: int = 2) -> Tensor:
+            norm = norm_with_experts(engine).float()
+            return torch.where(norm.isfinite(), norm, -1.0)  # As theirs.
+
+        optimizer.scaled_global_norm = scaled_global_norm
+    elif isinstance(optimizer, BF16_Optimizer):
+        clipped, group = optimizer.get_grads_for_norm, engine.grid.get_model_parallel_group()
+
+        def get_grads_for_norm(for_clipping: bool = False) -> Any:
+            # Of these the norm over the ranks of a replica is computed.
+            is_first = dist.get_rank(group) == 0
+            return clipped(True) if for_clipping else ([norm_with_experts(engine) * is_first], {})
+
+        optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def _join_norms_of_all_groups(engine: Any) -> None:
     """Let this rank take part in the norms of parameter groups that only other stages have.
 
     DeepSpeed's ZeRO sums a norm over all stages for each of its groups, and a stage may have fewer: one that holds the
@@ -160,11 +209,4 @@ def num_zero_gradients(engine: Any) -> Tensor:
 
     Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank has.
     """
-    zeros = torch.zeros((), dtype=torch.int64, device=engine.device)
-    for parameter, gradient in stepped_gradients(engine):
-        if _counts_here(parameter, engine.grid.get_slice_parallel_rank()):
-            zeros += gradient.numel() - torch.count_nonzero(gradient)
-    dist.all_reduce(zeros, group=engine.grid.get_model_parallel_group())
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        dist.all_reduce(zeros, group=engine.grid.get_data_parallel_group())
-    return zeros
+    return sum_over_model(engine, lambda gradient: gradient.numel() - torch.count_nonzero(gradient)).long()

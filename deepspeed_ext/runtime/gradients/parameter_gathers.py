@@ -21,6 +21,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from deepspeed_ext.runtime.gradients.expert_weights import has_copies
+
 PIECE_ELEMENTS = 1 << 25
 """Elements of all partitions that are gathered at a time, unless ZeRO's bucket for gathers has fewer."""
 
@@ -139,7 +141,7 @@ class ParameterGathers:
 def parameter_gathers(engine: Any) -> ParameterGathers | None:
     """The gathers of an engine; None if every replica steps all weights."""
     home = sys.modules[type(engine.optimizer).__module__]
-    if engine.dp_world_size == 1 or not hasattr(home, _NAME):
+    if not has_copies(engine) or not hasattr(home, _NAME):
         return None
     module = engine.module
     stages = module.pipeline.stages_of(module.stage_id)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.runtime.gradients.expert_weights import has_copies, is_of_experts
 
 SUM_BUCKET_BYTES = 1 << 26
 """A message of 64 MiB keeps any network busy, and its copy is small compared with the gradients."""
@@ -148,6 +149,8 @@ class ReplicaGradients:
         self._engine = engine
         self.group = engine.grid.get_data_parallel_group()
         """The replicas of this rank."""
+        self.expert_copies = engine.module.expert_ranks.copies
+        """The ranks with the same experts; None if all have the same."""
         size, self._averages = dist.get_world_size(self.group), engine.gradient_average
         predivided = engine.gradient_predivide_factor() if engine.postscale_gradients() else size
         # The same factors as DeepSpeed's, computed in the same way, so that results are equal to the bit.
@@ -209,7 +212,7 @@ class _Partitioned(ReplicaGradients):
 
     def __init__(self, engine: Any) -> None:
         optimizer = self._optimizer = engine.optimizer
-        self.group = optimizer.dp_process_group
+        self.group, self.expert_copies = optimizer.dp_process_group, engine.module.expert_ranks.copies
         self._size = dist.get_world_size(self.group)
         groups = enumerate(optimizer.round_robin_bit16_groups)
         self._groups = {weight: group for group, weights in groups for weight in weights}
@@ -246,10 +249,10 @@ class _Partitioned(ReplicaGradients):
 def replica_gradients(engine: Any) -> ReplicaGradients | None:
     """The gradients of an engine; None with one replica, or if DeepSpeed must reduce them.
 
-    It must reduce those of experts, sparse gradients, and ZeRO's buckets that its own hooks fill.
+    It must reduce those of its own experts, sparse gradients, and ZeRO's buckets that its own hooks fill.
     """
     special = engine.has_moe_layers or any(getattr(layer, "sparse", False) for layer in engine.module.modules())
-    if engine.dp_world_size == 1 or special or not engine.pipeline_enable_backward_allreduce:
+    if not has_copies(engine) or special or not engine.pipeline_enable_backward_allreduce:
         return None
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
@@ -281,6 +284,11 @@ def gradient_reductions(engine: Any) -> "GradientReductions | None":
     """The reductions of an engine; None if there are none, or if DeepSpeed must do them."""
     gradients, module = replica_gradients(engine), engine.module
     if gradients is None:
+        if module.expert_ranks.size > 1 and has_copies(engine):
+            raise UserError(
+                "zero_optimization has settings with which DeepSpeed reduces gradients, also over ranks with other "
+                "experts: set contiguous_gradients and overlap_comm to false, without offload and stage 2"
+            )
         return None
     layers = {stage: module.layer_parameters(stage) for stage in module.pipeline.stages_of(module.stage_id)}
     apart = summed_before_replicas(module, engine.grid)
@@ -322,7 +330,6 @@ class GradientReductions:
     ) -> None:
         self._layers, self._gradients, self._apart = layers, gradients, apart
         self._bucket_bytes = bucket_bytes
-        self._rank = dist.get_rank(gradients.group)
         self._messages: list[_Message] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._reduced: set[nn.Parameter] = set()
@@ -395,24 +402,33 @@ class GradientReductions:
 
     def _start(self, parameters: Sequence[nn.Parameter]) -> None:
         self._reduced.update(parameters)
+        experts = [parameter for parameter in parameters if is_of_experts(parameter)]
+        self._start_over(self._gradients.group, [each for each in parameters if not is_of_experts(each)])
+        if experts:
+            # By the same factors: their tokens are those of all replicas, too.
+            self._start_over(self._gradients.expert_copies, experts)
+
+    def _start_over(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
         parts = [part for parameter in parameters for part in self._gradients.parts(parameter)]
         sent = self._gradients.communication_type
         small: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
         with torch.no_grad():
             for values, owner in adjacent(parts) if self._gradients.in_flat_buffers else parts:
-                if values.nbytes >= IN_PLACE_BYTES and values.dtype == sent:
-                    self._post(values, owner, [])
+                if dist.get_world_size(group) == 1 or (values.nbytes >= IN_PLACE_BYTES and values.dtype == sent):
+                    self._post(group, values, owner, [])
                 else:
                     small.setdefault((owner, values.dtype), []).append(values)
             for (owner, _), values in small.items():
-                mine = owner is None or owner == self._rank
-                self._post(torch.cat(values).to(sent), owner, values if mine else [])
+                mine = owner is None or owner == dist.get_rank(group)
+                self._post(group, torch.cat(values).to(sent), owner, values if mine else [])
         if not self._gradients.in_flat_buffers:
             self._versions += [(part.values, part.values._version) for part in parts]
 
-    def _post(self, buffer: Tensor, owner: int | None, targets: list[Tensor]) -> None:
-        group = self._gradients.group
+    def _post(self, group: dist.ProcessGroup, buffer: Tensor, owner: int | None, targets: list[Tensor]) -> None:
         self._gradients.scale_before(buffer)
+        if dist.get_world_size(group) == 1:
+            self._gradients.scale_after(buffer)
+            return
         if owner is None:
             work = dist.all_reduce(buffer, group=group, async_op=True)
         else:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
+from deepspeed_ext.runtime.gradients.expert_weights import is_of_experts
+
 WEIGHT, MASTER = "weight", "fp32 weight"
 """Kinds of a state: the weight that layers use, and the one that DeepSpeed's optimizers step. Others are moments, such
 as `exp_avg`."""
@@ -147,6 +149,7 @@ def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
 
 REPLICAS, TENSOR_PARALLEL, TIED = "replicas", "tensor-parallel ranks", "tied stages"
 REPLICAS_AND_SEQUENCE = "replicas and sequence-parallel ranks"
+EXPERTS = "ranks with the same experts"
 """Kinds of ranks that hold copies."""
 
 
@@ -191,6 +194,10 @@ def _all_copies(engine: Any) -> Iterator[_Copies]:
     weights = [state for state in states if state.kind == WEIGHT]
     whole = isinstance(engine.optimizer, torch.optim.Optimizer)
     grid = engine.grid
+    shared = [state for state in states if is_of_experts(state.parameter)]
+    if shared and dist.get_world_size(experts := engine.module.expert_ranks.copies) > 1:
+        yield _Copies(EXPERTS, experts, [state for state in shared if whole or state.kind == WEIGHT])
+    states, weights = ([state for state in each if not is_of_experts(state.parameter)] for each in (states, weights))
     if grid.get_data_parallel_world_size() > 1:
         # DeepSpeed's optimizers distribute their states over the replicas.
         among = REPLICAS if engine.module.sequence_ranks.size == 1 else REPLICAS_AND_SEQUENCE

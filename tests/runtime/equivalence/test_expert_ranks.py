@@ -1,0 +1,210 @@
+"""Ranks that share experts train as one rank with all of them: gradients, norms, clipping, ZeRO, skipped updates."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.utils import set_random_seed
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepspeed_ext.runtime.health.states import differences
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, own_group
+from tests.distributed import run_distributed
+from tests.runtime.models import HIDDEN, VOCAB, batches, loss_fn
+from tests.runtime.reference import BASE_SEED
+from tests.runtime.training import ROWS, Setup, as_numpy, build
+
+EXPERTS, STEPS, CLIP = 4, 2, 0.05
+CUT = (8, 4, 12)
+
+
+class Exchange(torch.autograd.Function):
+    """Give all ranks the tensors of all, by rank; or each rank its part of their sum. Each is the other's adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Any, gathers: bool) -> Tensor:
+        ctx.ranks, ctx.gathers = ranks, gathers
+        whole = tensor.clone()
+        if gathers:
+            whole = tensor.new_zeros(ranks.size, *tensor.shape)
+            whole[ranks.rank] = tensor
+        if ranks.size > 1:
+            dist.all_reduce(whole, group=ranks.group)
+        return whole if gathers else whole[ranks.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return Exchange.apply(gradient, ctx.ranks, not ctx.gathers), None, None
+
+
+class Tensors:
+    """Tensor-parallel ranks, with whole weights and their parts of the tokens."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.size = setup.tp
+        self.rank = setup.layout.coordinate(dist.get_rank()).tensor if dist.is_initialized() else 0
+        self.group = own_group(setup.layout.groups("tensor")) if setup.tp > 1 else None
+
+    def own(self, module: nn.Module) -> None:
+        """Mark the weights of a layer that this rank applies to its tokens."""
+        for parameter in module.parameters():
+            parameter.sequence_parallel = self.size > 1
+
+
+class Words(nn.Module):
+    def __init__(self, ranks: Tensors) -> None:
+        super().__init__()
+        self.ranks, self.weight = ranks, nn.Parameter(torch.randn(VOCAB, HIDDEN))
+        ranks.own(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens.chunk(self.ranks.size, dim=1)[self.ranks.rank], self.weight)
+
+
+class Dense(nn.Linear):
+    def __init__(self, ranks: Tensors) -> None:
+        super().__init__(HIDDEN, HIDDEN, bias=False)
+        ranks.own(self)
+
+
+class Layer(nn.Module):
+    """Every token goes to all experts, so that no rounding changes a choice."""
+
+    def __init__(self, ranks: Tensors, experts: ExpertParallelRanks) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        ranks.own(self)
+        self.ranks, self.own = experts, EXPERTS // experts.size
+        whole = torch.randn(EXPERTS, HIDDEN, HIDDEN) * 0.3
+        self.experts = nn.Parameter(whole[experts.rank * self.own :][: self.own].clone())
+        self.experts.sequence_parallel = ranks.size > 1 and experts.size == 1
+        self.experts.expert_parallel = experts.size > 1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gates = F.softmax(self.router(hidden), dim=-1)
+        tokens, gates = (Exchange.apply(each, self.ranks, True) for each in (hidden, gates))
+        own = gates[..., self.ranks.rank * self.own :][..., : self.own]
+        outputs = torch.tanh(torch.einsum("...h,eoh->...eo", tokens, self.experts))
+        return hidden + Exchange.apply((own[..., None] * outputs).sum(-2), self.ranks, False)
+
+
+class Head(nn.Module):
+    def __init__(self, ranks: Tensors) -> None:
+        super().__init__()
+        self.ranks, self.weight = ranks, nn.Parameter(torch.randn(VOCAB, HIDDEN) * 0.3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Each rank has the loss of all tokens, and so the whole gradient of its own.
+        whole = [*Exchange.apply(hidden.detach(), self.ranks, True)]
+        whole[self.ranks.rank] = hidden
+        return F.linear(torch.cat(whole, dim=1), self.weight)
+
+
+def layers(setup: Setup, experts: ExpertParallelRanks) -> list[LayerSpec]:
+    ranks = Tensors(setup)
+    return [
+        LayerSpec(Words, ranks),
+        *[LayerSpec(Layer, ranks, experts) for _ in range(2)],
+        LayerSpec(Dense, ranks),
+        LayerSpec(Head, ranks),
+    ]
+
+
+def micro_batches(setup: Setup, replica: int, step: int) -> list[Any]:
+    """The same batch for any number of replicas."""
+    count = 4 // setup.dp
+    return batches(4, ROWS, step)[replica * count :][:count]
+
+
+def trained(setup: Setup, keywords: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Results of a few clipped steps."""
+    experts = ExpertParallelRanks.of(setup.layout)
+    setup = replace(setup, micro_batches=4 // setup.dp)
+    zero = {"stage": setup.zero, "contiguous_gradients": False, "overlap_comm": False}
+    engine = build(
+        setup,
+        layers=layers(setup, experts),
+        expert_ranks=experts,
+        loss_fn=loss_fn,
+        activation_spec=None,
+        partition="0,2,3,5" if setup.pp == 3 else "uniform" if setup.pp == 1 else "0,3,5",
+        config={"gradient_clipping": CLIP, "zero_optimization": zero},
+        optimizer=partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+        engine_keywords={"check_token_slices": False} | (keywords or {}),
+    )
+    norms, losses = [], []
+    for number in range(STEPS):
+        loss = engine.train_batch(iter(micro_batches(setup, engine.replica, number)))
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    engine.complete_weights()
+    weights = {name: as_numpy(parameter) for name, parameter in engine.module.named_parameters()}
+    first = experts.rank * EXPERTS // experts.size
+    return {"losses": losses, "norms": norms, "weights": weights, "first": first, "differences": differences(engine)}
+
+
+FP32 = Setup(cut=CUT)
+SETUPS = [
+    replace(FP32, dp=4, ep=4, dtype="fp64"),
+    replace(FP32, dp=2, tp=2, ep=2, dtype="fp64"),
+    replace(FP32, tp=4, ep=2),
+    replace(FP32, pp=2, dp=2, ep=2, zero=1),
+    replace(FP32, dp=2, sp=2, ep=2, zero=1),
+    replace(FP32, tp=4, ep=2, zero=1),
+    replace(FP32, pp=2, dp=2, ep=2, dtype="bf16"),
+    replace(FP32, dp=2, tp=2, ep=4, dtype="bf16", zero=1),
+]
+
+
+def _of_four() -> list[Any]:
+    get_accelerator().is_fp16_supported = lambda: True
+    found = []
+    for number, setup in enumerate(SETUPS):
+        found.append(trained(setup, {"overlap_grad_reduce": number % 2 == 0, "overlap_param_gather": number % 3 == 0}))
+    return found
+
+
+def on_one() -> dict[str, Any]:
+    """The same results by plain autograd on one process, in fp64."""
+    modules = []
+    for number, spec in enumerate(layers(Setup(), ExpertParallelRanks())):
+        set_random_seed(BASE_SEED + number)
+        modules.append(spec.build())
+    model = nn.Sequential(*modules).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    losses, norms = [], []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = sum(loss_fn(model(tokens), labels) for tokens, labels in micro_batches(Setup(), 0, number)) / 4
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+    weights = {name: as_numpy(parameter) for name, parameter in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[Any]:
+    return run_distributed(_of_four, 4)
+
+
+@pytest.mark.parametrize("number", range(len(SETUPS)), ids=map(str, SETUPS))
+def test_ranks_that_share_experts_train_as_one(number: int, on_four: list[Any]) -> None:
+    expected, setup = on_one(), SETUPS[number]
+    relative = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2}[setup.dtype]
+    for found in (of_rank[number] for of_rank in on_four):
+        assert found["differences"] == []
+        assert found["losses"] == pytest.approx(expected["losses"], rel=relative)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=relative)
+        for name, weight in found["weights"].items():
+            whole = expected["weights"][name]
+            own = whole[found["first"] :][: len(weight)] if name.endswith("experts") else whole
+            np.testing.assert_allclose(weight, own, rtol=relative, atol=relative, err_msg=name)
