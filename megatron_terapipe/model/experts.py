@@ -126,9 +126,11 @@ def grouped_product(x_Ri: Tensor, weight_Eoi: Tensor, pairs: Pairs) -> Tensor:
         y_Ro = F.grouped_mm(x_Ri, weight_Eoi.transpose(1, 2), offs=pairs.ends_E)
         beyond_R = torch.arange(len(x_Ri), device=x_Ri.device) >= pairs.ends_E[-1]
         return y_Ro.masked_fill_(beyond_R.unsqueeze(1), 0)
-    y_Ro = x_Ri.new_zeros(len(x_Ri), weight_Eoi.shape[1])
+    y_Ro, end = x_Ri.new_empty(len(x_Ri), weight_Eoi.shape[1]), 0
     for weight_oi, own in zip(weight_Eoi, pairs.of_experts(), strict=True):
         torch.mm(x_Ri[own], weight_oi.t(), out=y_Ro[own])
+        end = own.stop
+    y_Ro[end:].zero_()
     return y_Ro
 
 
