@@ -25,7 +25,7 @@ from deepspeed_ext.runtime.health.rank_watch import RankWatch
 from deepspeed_ext.runtime.health.stall_watch import GRACE, STALLED, StallWatch, end_process, watch_this_rank
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.topology import own_group
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, own_group
 from megatron_terapipe.checkpoint.restore import damage_in_one_line, load_checkpoint, saved_run
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
@@ -214,7 +214,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     # Products that cuBLAS splits into partial sums add them in fp32; torch lets it round them to bf16 or fp16.
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
-    ranks = tensor_parallel_ranks(run)
+    ranks, expert_ranks = tensor_parallel_ranks(run), ExpertParallelRanks.of(layout, _timeout(run))
     recompute, cuts = config.training.recompute_granularity, config.document_cuts()
 
     def hidden_state(rows: int, length: int, dtype: torch.dtype) -> MessageSpec:
@@ -227,7 +227,13 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         with device:
             module = TokenSlicePipelineModule(
-                gpt_layers(config.model, ranks, recompute_cheap=recompute == "selective", vocabulary_parts=parts),
+                gpt_layers(
+                    config.model,
+                    ranks,
+                    recompute_cheap=recompute == "selective",
+                    vocabulary_parts=parts,
+                    expert_ranks=expert_ranks,
+                ),
                 layout=layout,
                 token_slices=config.token_slices(),
                 loss_fn=gpt_loss,
@@ -246,6 +252,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 preserve_rng_state=False,
                 base_seed=config.training.seed,
                 tensor_parallel_group=ranks.group,
+                expert_ranks=expert_ranks,
             )
         assert module.reading_ranks == reading_ranks(config), "data is built on the ranks that read it"
         engine, *_ = initialize(
