@@ -261,11 +261,12 @@ def check_schedule(
     Returns:
         A warning if this is proven only for streams that share no hardware queue.
     """
-    simulated, device = SimulatedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
+    simulated = SimulatedSchedule.of(schedule)
+    device = Device(hardware_queues=hardware_queues, exchange=expert_exchange(config))
     name, assumes = config.parallel.pipeline_schedule, False
     for number in micro_batches:
         try:
-            assumes |= check_lowering(simulated, config.parallel.pipeline(number), device, copies)
+            assumes |= check_lowering(simulated, config.parallel.pipeline(number), device, copies).assumes_queues
         except PlanError as error:
             raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
     if not assumes:

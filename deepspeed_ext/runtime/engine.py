@@ -31,6 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.plan.programs.device import ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Instruction, completing_ops
 from deepspeed_ext.plan.schedules import Schedule
@@ -127,6 +128,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         check_token_slices: bool = True,
         key_value_gradients: torch.dtype | None = None,
         host_copies: HostCopySettings | None = None,
+        expert_exchange: ExpertExchange = ExpertExchange.NONE,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
@@ -139,8 +141,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
             shape=self.module.pipeline,
             loading_ranks=self.module.reading_ranks,
             host_copies=host_copies,
+            exchange=expert_exchange,
         )
         self._lengths = RunLengths()
+        self._replicas_meet = expert_exchange is not ExpertExchange.NONE
         self._links = RankLinks(
             self.module.topology(),
             self.global_rank,
@@ -400,8 +404,14 @@ class TokenSlicePipelineEngine(PipelineEngine):
         return self._program(self.batch)
 
     def _program(self, batch: Batch) -> ProgramSchedule:
-        under_ops = not self._lengths.are_new(batch)
-        return self._programs.program(batch.shape, training=batch.training, under_ops=under_ops)
+        if batch.may_load is None:
+            batch.may_load = self._lengths.are_new(batch)
+            if self._lengths.settles and self._replicas_meet and batch.by_documents is not None:
+                # Replicas have other documents, and meet in the exchanges of every op: they run one program (ADR 47).
+                on_any = torch.tensor(float(batch.may_load), device=self.device)
+                dist.all_reduce(on_any, dist.ReduceOp.MAX)
+                batch.may_load = bool(on_any.item())
+        return self._programs.program(batch.shape, training=batch.training, under_ops=not batch.may_load)
 
     @contextmanager
     def _running(self, batch: Batch) -> Iterator[ProgramSchedule]:

@@ -28,6 +28,7 @@ from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.device import ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
 from deepspeed_ext.plan.schedules import OPTIMISED, FoundSchedule, Schedule, interleaved, schedule_named
@@ -163,6 +164,7 @@ def initialize(
     check_token_slices: bool = True,
     key_value_gradients: torch.dtype | None = None,
     host_copies: HostCopySettings | None = None,
+    expert_exchange: ExpertExchange = ExpertExchange.NONE,
     costs: Callable[[PipelineShape], OpCosts] | None = None,
     **keywords: Any,
 ) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
@@ -189,6 +191,8 @@ def initialize(
             the model.
         host_copies: bytes of stage inputs, keys and values, and the rate of their copies: those that are not read for
             long enough are kept on the host. Needs a module with recompute_stages. None for no copies.
+        expert_exchange: how layers exchange tokens with other replicas or sequence- or tensor-parallel ranks, for their
+            experts: with `ExpertExchange.ALLTOALL` hosts may wait in every forward, and in no backward.
         costs: costs of the ops of a shape, the same on all ranks, for the schedule `optimised`; None for stages of
             equal work, with times of token slices by their tokens.
         **keywords: keywords of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
@@ -234,6 +238,7 @@ def initialize(
         check_token_slices=check_token_slices,
         key_value_gradients=key_value_gradients,
         host_copies=host_copies,
+        expert_exchange=expert_exchange,
     )
     with _engine_class(engine_class):
         engine, *others = deepspeed.initialize(

@@ -141,6 +141,8 @@ class Batch:
     keeps_outputs: bool = False
     """Whether to keep the last layer's outputs, and the labels."""
 
+    may_load: bool | None = field(default=None, init=False)
+    """Whether a rank may load kernels in it; None until the program is chosen."""
     parts: dict[int, list[TokenSliceBatch]] = field(default_factory=dict, init=False)
     """By micro-batch, the data of its token slices; on the ranks that cut."""
     documents: dict[int, Documents] = field(default_factory=dict, init=False)

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads, ReduceTiedGrads
 
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.device import Device, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import RankMessages, SimulatedSchedule, check_lowering, lower_rank, partners
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind, Program
@@ -109,6 +109,7 @@ class RankPrograms:
         schedule: order of the ops when training. One that was simulated before is not simulated again.
         shape: shape of the pipeline, for any number of micro-batches and token slices.
         host_copies: settings of the copies to the host; None for no copies.
+        exchange: how tokens reach the experts of other ranks.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class RankPrograms:
         shape: PipelineShape,
         loading_ranks: Container[int],
         host_copies: HostCopySettings | None = None,
+        exchange: ExpertExchange = ExpertExchange.NONE,
     ) -> None:
-        self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        self._device = Device(hardware_queues=queues, exchange=exchange)
         self._host_copies = host_copies
         self._training = SimulatedSchedule.of(schedule)
         self._evaluation = SimulatedSchedule(forward_order, complete=False)
@@ -137,14 +140,18 @@ class RankPrograms:
         """Return the program of a training step, or of an evaluation, which has forwards only.
 
         Args:
-            under_ops: whether messages travel under ops; False where ranks may load kernels.
+            under_ops: whether messages may travel under ops; False where ranks may load kernels.
         """
         key = training, shape, under_ops
         if key not in self._lowered:
+            schedule, copies = (self._training, self._host_copies) if training else (self._evaluation, None)
             if training:
                 # The trainer has done so before it made the process group.
-                check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues), self._host_copies)
-            spans = (self._training if training else self._evaluation).spans(shape)
+                under_ops &= check_lowering(schedule, shape, self._device, copies).under_ops
+            elif self._device.exchange is ExpertExchange.ALLTOALL:
+                # Forwards without backwards end with every assignment of streams to queues.
+                under_ops &= check_lowering(schedule, shape, replace(self._device, hardware_queues=None)).under_ops
+            spans = schedule.spans(shape)
             messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
             program = lower_rank(
                 self._rank,
@@ -152,7 +159,7 @@ class RankPrograms:
                 shape,
                 loads=self._loads,
                 under_ops=under_ops,
-                host_copies=self._host_copies if training else None,
+                host_copies=copies,
             )
             self._lowered[key] = ProgramSchedule(program, shape, training=training)
         return self._lowered[key]

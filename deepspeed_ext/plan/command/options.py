@@ -104,6 +104,12 @@ def build_parser(prog: str) -> CommandParser:
         help="CUDA_DEVICE_MAX_CONNECTIONS of the devices; if a rank has more streams, refuse programs that could "
         "deadlock, however these share the queues (default: a queue for each stream)",
     )
+    simulated.add_argument(
+        "--moe-token-dispatcher-type",
+        choices=["alltoall", "allgather"],
+        help="stages exchange tokens among expert-parallel ranks in their ops: prove that programs end although hosts "
+        "wait in every forward for the sizes (alltoall), or with known sizes (default: no such ranks)",
+    )
 
     costs = parser.add_argument_group("costs")
     costs.add_argument("--costs", type=Path, metavar="FILE", help="times of ops and transfers, in the format below")

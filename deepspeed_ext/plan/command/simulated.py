@@ -13,7 +13,7 @@ from deepspeed_ext.plan.draw import Panel, render_chrome_trace, render_compariso
 from deepspeed_ext.plan.draw.elements import with_unit
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.memory import StepFunction, peak, peak_activation
-from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.device import Device, ExpertExchange
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, closed_form, fixed, interleaved
@@ -161,7 +161,9 @@ def show_simulated(options: argparse.Namespace) -> int:
         # The order may be sound, and its transfers still lock.
         costs = None if copies is None else (lambda _: request.costs)
         schedule = SimulatedSchedule(fixed(request.orders), costs=costs)
-        assumes = check_lowering(schedule, request.shape, Device(hardware_queues=options.hardware_queues), copies)
+        exchange = ExpertExchange(options.moe_token_dispatcher_type or "none")
+        device = Device(hardware_queues=options.hardware_queues, exchange=exchange)
+        proof = check_lowering(schedule, request.shape, device, copies)
     except ScheduleDeadlock as deadlock:
         _show_deadlock(options, deadlock, request)
         return 1
@@ -172,7 +174,10 @@ def show_simulated(options: argparse.Namespace) -> int:
     panels, name = [(request.schedule, timeline)], request.schedule
     if write_files(options, panels, memory, name, lambda: figures(timeline, request, memory)):
         print(f"{render_text(timeline)}\n\n{summary(timeline, request, memory)}")
-        print("deadlock free            yes" + ", if no two streams of a rank share a hardware queue" * assumes)
+        assumption = ", if no two streams of a rank share a hardware queue"
+        print("deadlock free            yes" + assumption * proof.assumes_queues)
+        if (waits := proof.waits(exchange)) is not None:
+            print(f"exchanges of experts     {waits}")
         if SCHEDULES.get(request.schedule) is interleaved and request.shape.num_model_chunks == 1:
             print("note: with one stage on each rank, interleaved is 1f1b: add --model-chunks 2")
     return 0

@@ -20,6 +20,11 @@ All of this is determined before the programs run: a graph of events, each with 
 graph has no circle. One drain anywhere on one rank does not lock if no message needs an event that its rank enqueues
 after posting it. ADR 22 has the sources of these assumptions.
 
+Ranks of a stage may exchange tokens within forwards and backwards, for experts on other ranks, and so couple several
+copies of a pipeline. An op then also needs what the same op of another copy needs, and never more: drop the numbers
+of the copies, and a circle through exchanges is a circle of one copy. So the graph of one pipeline is enough, as long
+as all copies run one program (ADR 47).
+
 Two checks need no such model: both ends of a channel name the same messages in the same order; and the inputs
 of an op are on its device, while host copies of a tensor are offload, drop and fetch, once each.
 """
@@ -126,8 +131,20 @@ class Drains(StrEnum):
     NONE = "none"
     ONE_RANK = "one rank"
     """One rank, at one instruction."""
+    FORWARDS = "forwards"
+    """Every rank at every forward, as where hosts wait for the sizes of an exchange for experts."""
     ALL_RANKS = "all ranks"
     """Every rank at every op, as where each loads kernels."""
+
+
+class ExpertExchange(StrEnum):
+    """How tokens reach the experts of other ranks of their stage, within forwards and backwards."""
+
+    NONE = "none"
+    ALLTOALL = "alltoall"
+    """Each token is sent to its experts. In every forward the hosts of the stage wait for the sizes, all at once."""
+    ALLGATHER = "allgather"
+    """All tokens are sent to all expert-parallel ranks: sizes are known, and no host waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +165,8 @@ class Device:
     drains: Drains = Drains.ONE_RANK
     copies: bool = False
     """Copies to the host and back have a stream each."""
+    exchange: ExpertExchange = ExpertExchange.NONE
+    """Of tokens among ranks of a stage."""
 
     def has_queues_for(self, shape: PipelineShape) -> bool:
         """Whether there are as many hardware queues as a rank has streams."""
@@ -159,12 +178,15 @@ class Device:
         return f"{self._num_streams(shape)} streams share {queues}: set CUDA_DEVICE_MAX_CONNECTIONS=32"
 
     def _num_streams(self, shape: PipelineShape) -> int:
-        return num_streams(shape) + 2 * self.copies
+        return num_streams(shape) + 2 * self.copies + EXPERT_GROUPS * (self.exchange is not ExpertExchange.NONE)
 
 
 COLLECTIVE_GROUPS = 9
 """Process groups of a rank beside those of messages: two of all ranks, those of the replica, of the axes data, pipe,
 model and sequence, of shared layers, and of shared modules."""
+
+EXPERT_GROUPS = 2
+"""Process groups of a rank with a part of the experts: ranks that exchange tokens, and ranks with the same experts."""
 
 
 def num_streams(shape: PipelineShape) -> int:
@@ -285,7 +307,8 @@ class Events:
             here = self._ranks[needed.stage] == number
             self._needs[event].append(self._result(needed) if here else self._message(needed))
         self._needs[self._result(result(op))].append(event)
-        if self._device.drains is Drains.ALL_RANKS:
+        drains = self._device.drains
+        if drains is Drains.ALL_RANKS or (drains is Drains.FORWARDS and op.kind is OpKind.FORWARD):
             self._needs[event] += self._under_way.pop(number, [])
         self._enqueue(event, COMPUTE_STREAM, rank)
         return event

@@ -34,7 +34,9 @@ Posting an end later costs no time on this timeline: the other end is not there 
 
 Where all ranks may drain at every op, as in a step in which each may load kernels, no message may be under way
 while an op of its ranks runs. Then a receive is posted right in front of its reader, and a send where the op before
-that receive has ended. Ops by their start and messages by the end of that op have one order on all ranks.
+that receive has ended. Ops by their start and messages by the end of that op have one order on all ranks. A step whose
+forwards drain on all ranks (`ExpertExchange.ALLTOALL`) keeps its messages under ops where that is proven, and else has
+this program.
 """
 
 from bisect import bisect_left
@@ -48,7 +50,7 @@ from typing import NamedTuple
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, num_ops, reader_of, received, result
-from deepspeed_ext.plan.programs.device import Device, Drains, check_host_copies, check_programs
+from deepspeed_ext.plan.programs.device import Device, Drains, ExpertExchange, check_host_copies, check_programs
 from deepspeed_ext.plan.programs.host_copies import CopiesOfPlace, HostCopySettings, copies_by_place, plan_host_copies
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
@@ -147,6 +149,27 @@ SpansOfRank = Callable[[int], Sequence[Span]]
 """Called with a pipeline rank, returns its ops with their simulated start and end."""
 
 
+class Proof(NamedTuple):
+    """Under which conditions the programs of a schedule end."""
+
+    assumes_queues: bool
+    """Whether no two streams of a rank may share a hardware queue."""
+    under_ops: bool = True
+    """Whether messages may travel under ops; False if only programs without that are proven."""
+
+    def waits(self, exchange: ExpertExchange) -> str | None:
+        """Where hosts wait for the sizes of exchanges, and what follows for messages, in words; None without them."""
+        if exchange is not ExpertExchange.ALLTOALL:
+            return None if exchange is ExpertExchange.NONE else "allgather: no host waits"
+        waits = "alltoall: all hosts of a stage wait in every forward for the sizes"
+        if self.under_ops:
+            return waits
+        return (
+            f"{waits}, so messages travel between ops: for messages under ops take one stage on each rank, or "
+            "--moe-token-dispatcher-type allgather"
+        )
+
+
 class SimulatedSchedule:
     """A schedule that keeps its simulated timelines. It is a schedule itself.
 
@@ -160,7 +183,7 @@ class SimulatedSchedule:
         self.costs = costs or lowering_costs
         """Costs of the ops of a shape, the same on all ranks."""
         self._spans: dict[PipelineShape, SpansOfRank] = {}
-        self.proven: dict[tuple[PipelineShape, Device, HostCopySettings | None], bool] = {}
+        self.proven: dict[tuple[PipelineShape, Device, HostCopySettings | None], Proof] = {}
         """Results of `lowering.check_lowering`, by shape, device and host copies."""
 
     @classmethod
@@ -253,14 +276,12 @@ def check_lowering(
     shape: PipelineShape,
     device: Device | None = None,
     host_copies: HostCopySettings | None = None,
-) -> bool:
+) -> Proof:
     """Check that the programs that ranks will lower by themselves end. Each proof is done once.
 
     Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
-    can be simulated: the rules of `postings` ensure the rest, where each stream has a hardware queue of its own.
-
-    Returns:
-        Whether the proof assumes that no two streams of a rank share a hardware queue.
+    can be simulated: the rules of `postings` ensure the rest, where each stream has a hardware queue of its own, and
+    without drains on all ranks or messages under ops.
 
     Raises:
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
@@ -268,19 +289,31 @@ def check_lowering(
     device = replace(device or Device(), copies=host_copies is not None)
     key = shape, device, host_copies
     if key not in schedule.proven:
-        spans = schedule.spans(shape)
-        if num_ops(shape) <= FEW_OPS:
-            schedule.proven[key] = check_programs(_lower_all(spans, shape, host_copies), shape, device)
-            if device.hardware_queues is not None:
-                settled = _lower_all(spans, shape, host_copies, under_ops=False)
-                schedule.proven[key] |= check_programs(settled, shape, replace(device, drains=Drains.ALL_RANKS))
-        elif device.has_queues_for(shape):
-            schedule.proven[key] = device.hardware_queues is not None
-        else:
+        schedule.proven[key] = _proof(schedule.spans(shape), shape, device, host_copies)
+    return schedule.proven[key]
+
+
+def _proof(spans: SpansOfRank, shape: PipelineShape, device: Device, host_copies: HostCopySettings | None) -> Proof:
+    waits = device.exchange is ExpertExchange.ALLTOALL
+    if num_ops(shape) > FEW_OPS:
+        if not device.has_queues_for(shape):
             raise ScheduleDeadlock(
                 f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
             )
-    return schedule.proven[key]
+        return Proof(device.hardware_queues is not None, under_ops=not waits)
+    programs = _lower_all(spans, shape, host_copies)
+    # It covers waits of all hosts for their own ops: nothing that is enqueued later is needed by a stream that waits.
+    assumes, under_ops = check_programs(programs, shape, device), True
+    if waits:
+        # As if each of these waits were for the whole device.
+        try:
+            assumes |= check_programs(programs, shape, replace(device, drains=Drains.FORWARDS))
+        except ScheduleDeadlock:
+            under_ops = False
+    if device.hardware_queues is not None or not under_ops:
+        settled = _lower_all(spans, shape, host_copies, under_ops=False)
+        assumes |= check_programs(settled, shape, replace(device, drains=Drains.ALL_RANKS))
+    return Proof(assumes, under_ops)
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:

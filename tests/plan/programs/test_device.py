@@ -1,15 +1,25 @@
 """Deadlocks on devices: the model finds those of messages posted too early, and none in lowered programs."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from graphlib import CycleError, TopologicalSorter
+from itertools import islice, product
 from random import Random
 
 import pytest
 
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import PipelineShape, Placement, result
-from deepspeed_ext.plan.programs.device import Device, Drains, Events, check_host_copies, check_programs, num_streams
+from deepspeed_ext.plan.programs.device import (
+    Device,
+    Drains,
+    Events,
+    ExpertExchange,
+    check_host_copies,
+    check_programs,
+    num_streams,
+)
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering, lower, lowering_costs
 from deepspeed_ext.plan.programs.program import (
@@ -221,7 +231,7 @@ def test_evaluations_end_with_every_assignment_of_streams(placement):
     evaluation = SimulatedSchedule(forward_order, complete=False)
     for ranks, chunks in [(2, 1), (3, 2), (4, 3)]:
         shape = PipelineShape(ranks * chunks, 3, 4, chunks, placement)
-        assert not check_lowering(evaluation, shape, Device(hardware_queues=1))
+        assert not check_lowering(evaluation, shape, Device(hardware_queues=1)).assumes_queues
 
 
 def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
@@ -238,12 +248,105 @@ def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
     assert locked > 10 and with_one_queue > 1
 
 
+WAITS = Device(exchange=ExpertExchange.ALLTOALL)
+
+
+def test_forwards_may_drain_on_all_ranks_for_the_sizes_of_exchanges():
+    """Programs that would lock send their messages between ops; no schedule with a name is refused."""
+    shapes = [
+        PipelineShape(ranks * chunks, micro_batches, token_slices, chunks, placement)
+        for ranks, micro_batches, token_slices, chunks in product((2, 3, 4), (1, 2, 3), (1, 2, 3), (1, 2, 3))
+        for placement in (Placement if chunks > 1 else [Placement.LOOPED])
+        if ranks * micro_batches * token_slices * chunks <= 24
+    ]
+    evaluation = SimulatedSchedule(forward_order, complete=False)
+    found = Counter[str]()
+    for shape in shapes:
+        chunked = shape.num_model_chunks > 1
+        for name in WITH_MODEL_CHUNKS if chunked else SCHEDULES:
+            if shape.placement is Placement.V and schedule_named(name) is interleaved:
+                continue
+            schedule = SimulatedSchedule(schedule_named(name))
+            proof = check_lowering(schedule, shape, WAITS)
+            assert proof.under_ops or (chunked and shape.placement is Placement.LOOPED)
+            found["between ops"] += not proof.under_ops
+            for queues in (None, 1):
+                drains = replace(WAITS, drains=Drains.FORWARDS, hardware_queues=queues)
+                programs = lower(schedule, shape, under_ops=proof.under_ops, device=drains)
+                assert proof.under_ops or is_locked(lower(schedule, shape), shape, drains)
+            found["posted early"] += is_locked(with_early_posts(programs, shape), shape, drains)
+        queues = replace(WAITS, hardware_queues=1)
+        of_queues, proof = (check_lowering(evaluation, shape, device) for device in (queues, WAITS))
+        assert of_queues == proof
+        found["evaluations between ops"] += not proof.under_ops
+    assert found["between ops"] > 10 and found["posted early"] > 10 and found["evaluations between ops"] > 5
+
+
+def copies_lock(copies: list[list[Program]], shape: PipelineShape, device: Device) -> bool:
+    """Whether copies of a pipeline lock whose ranks of a stage meet in every op, as in exchanges for experts."""
+    graphs = [Events(programs, shape, device) for programs in copies]
+    ops = [
+        {
+            programs[rank].instructions[position].op: event
+            for (rank, position), event in graph._of_instruction.items()
+            if programs[rank].instructions[position].kind in COMPUTES
+        }
+        for programs, graph in zip(copies, graphs, strict=True)
+    ]
+    sorter = TopologicalSorter[tuple[int, int]]()
+    for number, graph in enumerate(graphs):
+        for event, needs in enumerate(graph._needs):
+            sorter.add((number, event), *((number, need) for need in needs))
+        for op, event in ops[number].items():
+            for other, of_other in enumerate(graphs):
+                sorter.add((number, event), *((other, need) for need in of_other._needs[ops[other][op]]))
+    try:
+        sorter.prepare()
+    except CycleError:
+        return True
+    return False
+
+
+def test_copies_that_meet_in_every_op_end_where_one_does_if_they_run_one_program():
+    devices = [
+        Device(drains=drains, hardware_queues=queues)
+        for drains, queues in product((Drains.NONE, Drains.ALL_RANKS), (None, 1))
+    ]
+    locked = 0
+    for seed in range(12):
+        shape = PipelineShape(4, 2, 2, num_model_chunks=2)
+        programs = lower(fixed(random_orders(shape, Random(seed))), shape)
+        for device in devices:
+            one = copies_lock([programs], shape, device)
+            assert copies_lock([programs] * 3, shape, device) is one
+            locked += one
+    assert 0 < locked < 12 * len(devices)
+
+
+def test_copies_with_two_programs_may_lock_where_each_ends():
+    """Programs of one order with and without messages under ops; and two orders."""
+    drains = Device(drains=Drains.ALL_RANKS)
+    shape = PipelineShape(9, 5, 1, num_model_chunks=3)
+    programs, settled = (lower(interleaved, shape, under_ops=each) for each in (True, False))
+    other = lower(SCHEDULES["gpipe"], shape, under_ops=False)
+    for pair in [(programs, settled), (settled, other)]:
+        assert [copies_lock([each], shape, drains) for each in pair] == [False, False]
+        assert copies_lock([*pair], shape, drains)
+
+
+def test_groups_of_experts_have_streams():
+    shape = PipelineShape(4, 2, 4, num_model_chunks=2)
+    for exchange, line in zip(ExpertExchange, ("14 streams", "16 streams", "16 streams"), strict=True):
+        with pytest.raises(ScheduleDeadlock, match=f"{line} share 2 hardware queues"):
+            check_programs(lower(interleaved, shape), shape, Device(hardware_queues=2, exchange=exchange))
+
+
 def test_the_first_step_is_proven_for_shared_queues_too():
     """Its program may lock where those of later steps end."""
     shape = PipelineShape(num_stages=4, num_micro_batches=1, num_token_slices=3, num_model_chunks=2)
     schedule = fixed(random_orders(shape, Random(27)))
     check_programs(lower(schedule, shape), shape, Device(hardware_queues=1))
-    assert check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=32))
+    assert check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=32)).assumes_queues
     with pytest.raises(ScheduleDeadlock, match=r"set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
         check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=1))
 
