@@ -15,7 +15,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import Placement, check_num_ops
-from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.device import Device, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import FEW_OPS, SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedule_file import schedule_from_file
@@ -243,6 +243,13 @@ def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | N
     settings = model.host_copy_settings(model.placed(strategy))
     # How many token slices a window reaches depends on their lengths, which differ where documents cut them.
     return replace(settings, windows=()) if config.document_cuts() else settings
+
+
+def expert_exchange(config: Config) -> ExpertExchange:
+    """Return how tokens reach the experts of other ranks."""
+    if not config.model.has_experts or config.parallel.expert_model_parallel_size == 1:
+        return ExpertExchange.NONE
+    return ExpertExchange(config.model.moe_token_dispatcher_type)
 
 
 def check_schedule(

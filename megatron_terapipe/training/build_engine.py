@@ -33,6 +33,7 @@ from megatron_terapipe.errors import ConfigError, NumbersError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.planning import expert_exchange
 from megatron_terapipe.training.auto_plan import check_agreement
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.micro_batches import documents_reader, loss_tokens, split_batch, split_batch_with_labels
@@ -266,6 +267,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
             overlap_param_gather=config.parallel.overlap_param_gather,
             check_token_slices=False,  # Tested with these layers.
             host_copies=run.host_copies,
+            expert_exchange=expert_exchange(config),
             key_value_gradients=torch.bfloat16 if config.training.key_value_gradients == "bf16" else None,
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )

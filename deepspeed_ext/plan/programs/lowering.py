@@ -302,10 +302,9 @@ def _proof(spans: SpansOfRank, shape: PipelineShape, device: Device, host_copies
             )
         return Proof(device.hardware_queues is not None, under_ops=not waits)
     programs = _lower_all(spans, shape, host_copies)
-    # It covers waits of all hosts for their own ops: nothing that is enqueued later is needed by a stream that waits.
     assumes, under_ops = check_programs(programs, shape, device), True
     if waits:
-        # As if each of these waits were for the whole device.
+        # Waits for the computing stream are those of `Device.host_waits`. Memory of a new size may drain the device.
         try:
             assumes |= check_programs(programs, shape, replace(device, drains=Drains.FORWARDS))
         except ScheduleDeadlock:

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.programs.device import ExpertExchange
 from deepspeed_ext.plan.schedules import FoundSchedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
@@ -103,6 +104,24 @@ def _train_by_documents(setup: Setup, *, settles: bool = False, **keywords: Any)
     return found | {"loads": loads.under_receives}
 
 
+def _decisions(setup: Setup, exchange: ExpertExchange) -> list[bool]:
+    """Whether each step may load kernels, where documents change the cut of the second replica only."""
+    second = torch.distributed.get_rank() == 1
+    engine = build(
+        setup,
+        documents=_documents,
+        cut_by_documents=lambda documents: _cut_at_documents(documents) if second else TokenSlices(setup.cut),
+        activation_spec=None,
+        engine_keywords={"expert_exchange": exchange},
+    )
+    engine._lengths.settles = True
+    found = []
+    for step in range(5):
+        engine.train_batch(iter(batches_of(setup, engine.replica, step=step)))
+        found.append(engine.batch.may_load)
+    return found
+
+
 WHOLE = Setup(cut=(models.SEQ,), dtype="fp64")
 IN_THREE = Setup(pp=2, cut=(8, 8, models.SEQ - 16), dtype="fp64", schedule="zero-bubble", micro_batches=4)
 CHANGING = [
@@ -114,6 +133,7 @@ CHANGING = [
     ),
 ]
 FOUND = Setup(pp=2, cut=CUT, dtype="fp64", schedule="optimised", micro_batches=3)
+REPLICAS = Setup(dp=2, cut=(8, 8, models.SEQ - 16), num_blocks=1, micro_batches=1)
 
 
 def _on_one() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,10 +141,11 @@ def _on_one() -> tuple[dict[str, Any], dict[str, Any]]:
     return _train_by_documents(replace(WHOLE, micro_batches=4)), _train(WHOLE, whole, {})
 
 
-def _on_two() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+def _on_two() -> tuple[Any, ...]:
     changing = [_train(setup, CUTS, keywords) for setup, keywords in CHANGING]
     found = [_train(setup, CUTS, {}, settles=setup is FOUND) for setup in (FOUND, replace(FOUND, schedule="1f1b"))]
-    return [_train_by_documents(IN_THREE, settles=settles) for settles in (False, True)], changing, found
+    by_documents = [_train_by_documents(IN_THREE, settles=settles) for settles in (False, True)]
+    return by_documents, changing, found, {exchange: _decisions(REPLICAS, exchange) for exchange in ExpertExchange}
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +154,14 @@ def on_one() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[tuple[Any, Any, Any]]:
+def on_two() -> list[tuple[Any, ...]]:
     return run_distributed(_on_two, 2)
 
 
 def test_each_micro_batch_may_have_a_cut_of_its_own(on_one, on_two) -> None:
     """Lengths of messages are learned from the messages, by both ends alike."""
-    expected, (first, last) = on_one[0], [by_documents[0] for by_documents, _, _ in on_two]
-    for found, settled in (by_documents for by_documents, _, _ in on_two):
+    expected, (first, last) = on_one[0], [by_documents[0] for by_documents, *_ in on_two]
+    for found, settled in (by_documents for by_documents, *_ in on_two):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         assert settled["losses"] == found["losses"]
         assert found["cuts"] == settled["cuts"] == first["cuts"]
@@ -152,11 +173,19 @@ def test_each_micro_batch_may_have_a_cut_of_its_own(on_one, on_two) -> None:
 
 def test_kernels_are_loaded_before_receives_are_posted(on_two) -> None:
     """On an accelerator, whatever lengths come later, also those that only the data has."""
-    documents, _, trained = zip(*on_two, strict=True)
+    documents, _, trained, _ = zip(*on_two, strict=True)
     for kinds in (documents, [(loading, settled) for settled, loading in trained]):
         counts = [[each["loads"] for each in of_rank] for of_rank in kinds]
         assert sum(loading for loading, _ in counts) > 0, "the test would find them"
         assert [settled for _, settled in counts] == [0, 0]
+
+
+def test_replicas_that_exchange_tokens_run_one_program(on_two) -> None:
+    """Whether messages travel under ops follows from lengths, which documents of replicas have of their own."""
+    first, second = (by_exchange for *_, by_exchange in on_two)
+    apart, together = ExpertExchange.NONE, [ExpertExchange.ALLTOALL, ExpertExchange.ALLGATHER]
+    assert first[apart] == [True, False, False, False, False] and sum(second[apart]) > 1
+    assert [first[each] for each in together] == [second[each] for each in together] == [second[apart]] * 2
 
 
 def test_a_cut_of_another_length_is_refused() -> None:
@@ -178,7 +207,7 @@ def test_a_cut_of_another_length_is_refused() -> None:
 @pytest.mark.parametrize("index", range(len(CHANGING)), ids=[str(setup) for setup, _ in CHANGING])
 def test_results_with_other_lengths_are_those_of_one_token_slice(index: int, on_one, on_two) -> None:
     expected = on_one[1]
-    for found in (changing[index] for _, changing, _ in on_two):
+    for found in (changing[index] for _, changing, *_ in on_two):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         for name, weight in found["weights"].items():
             if name == "tied_modules.embedding.position" and "1.norm.weight" not in found["weights"]:
