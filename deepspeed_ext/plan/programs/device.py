@@ -21,9 +21,9 @@ graph has no circle. One drain anywhere on one rank does not lock if no message 
 after posting it. ADR 22 has the sources of these assumptions.
 
 Ranks of a stage may exchange tokens within forwards and backwards, for experts on other ranks, and so couple several
-copies of a pipeline. An op then also needs what the same op of another copy needs, and never more: drop the numbers
-of the copies, and a circle through exchanges is a circle of one copy. So the graph of one pipeline is enough, as long
-as all copies run one program (ADR 47).
+copies of a pipeline. An op then also needs the events that the same op of another copy needs, and no others: without
+the numbers of the copies, a circle through exchanges is a circle of one copy. So the graph of one pipeline is enough,
+as long as all copies run one program (ADR 47).
 
 Two checks need no such model: both ends of a channel name the same messages in the same order; and the inputs
 of an op are on its device, while host copies of a tensor are offload, drop and fetch, once each.

@@ -158,7 +158,7 @@ class Proof(NamedTuple):
     """Whether messages may travel under ops; False if only programs without that are proven."""
 
     def waits(self, exchange: ExpertExchange) -> str | None:
-        """Where hosts wait for the sizes of exchanges, and what follows for messages, in words; None without them."""
+        """Where hosts wait for the sizes of exchanges, and when messages travel, in words; None without exchanges."""
         if exchange is not ExpertExchange.ALLTOALL:
             return None if exchange is ExpertExchange.NONE else "allgather: no host waits"
         waits = "alltoall: all hosts of a stage wait in every forward for the sizes"

@@ -216,6 +216,6 @@ def test_results_with_other_lengths_are_those_of_one_token_slice(index: int, on_
 
 
 def test_an_optimised_schedule_is_found_for_each_number_of_token_slices(on_two) -> None:
-    for _, _, (found, other) in on_two:
+    for _, _, (found, other), _ in on_two:
         assert found["schedule"] == FoundSchedule.__name__
         assert found["losses"] == other["losses"]
