@@ -55,6 +55,12 @@ FAMILIES = {
         f"{LLAMA.replace('swiglu', 'activation geglu-exact')} --add-attention-bias --residual-multiplier 0.3"
         " --embedding-multiplier 12 --logit-multiplier 0.25 --rotary-scaling-factor 2 --embedding-init-method-std 0.02"
     ),
+    "mixtral": f"{LLAMA} --num-experts 4",
+    # Every token goes to all experts, so that no rounding changes a choice.
+    "experts": (
+        "--num-experts 4 --moe-router-topk 4 --moe-router-score-function sigmoid --moe-ffn-hidden-size 24"
+        " --moe-shared-expert-intermediate-size 16 --moe-layer-freq 2"
+    ),
 }
 """Flags of well-known families of models, by name."""
 LONG_STEP = 2.0**20
@@ -186,6 +192,8 @@ def _key(engine: Any, name: str, parameter: torch.nn.Parameter) -> Key:
     number, _, rest = name.replace("tied_modules.embedding", "0").partition(".")
     cut = getattr(parameter, "partition_dim", None)
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
+    if getattr(parameter, "expert_parallel", False):
+        rank = engine.module.expert_ranks.rank
     # Stages may have a part each of the output layer.
     layer = min(int(number), output_layer(NUM_LAYERS))
     return f"layers.{layer}.{rest}", (int(number) - layer) * size + rank, cut

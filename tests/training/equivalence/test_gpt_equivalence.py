@@ -56,6 +56,7 @@ THERE_AND_BACK = (
 )
 PER_TOKEN = "--calculate-per-token-loss"
 VOCABULARY = "--vocabulary-stages"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 FOUND = "--pipeline-schedule optimised --token-slices auto"
 SETUPS = [
     Setup(1, UNIFORM, fp64=True),
@@ -197,6 +198,18 @@ SETUPS = [
     Setup(4, f"{PP4} {UNIFORM} {VOCABULARY} {UNTIED} --pipeline-schedule interleaved {ZERO}", micro_batches=3),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {VOCABULARY} {OFFLOAD}", fp64=True, family="gemma", micro_batches=3),
     Setup(4, f"{SEQ2} {PP2} {EVEN} {VOCABULARY} {LLAMA} {PACKED}", fp64=True, micro_batches=3),
+    # Experts, on one rank and on ranks of every other axis.
+    Setup(1, f"{UNEVEN} {ZERO_BUBBLE} {DROPOUT} {SELECTIVE}", fp64=True, family="mixtral"),
+    Setup(2, f"{TP2} {EVEN} {SP} {FULL}", fp64=True, family="experts"),
+    Setup(2, f"{EP2} {UNEVEN} {DROPOUT} {PACKED}", fp64=True, family="mixtral", micro_batches=3),
+    Setup(2, f"{EP2} {TP2} {EVEN} {SP} {SELECTIVE}", fp64=True, family="experts"),
+    Setup(2, f"{EP2} {UNIFORM} {BF16} {ZERO}", family="experts"),
+    Setup(4, f"{EP2} {PP2} {UNEVEN} {ZERO_BUBBLE} {STAGE}", fp64=True, family="mixtral", micro_batches=3),
+    Setup(4, f"{EP4} {SEQ2} {TP2} {EVEN4} {SP} {FULL}", fp64=True, family="mixtral"),
+    Setup(4, f"{EP2} {TP2} {EVEN} {SP} {ZERO}", family="mixtral"),
+    Setup(4, f"{EP2} {TP4} {EVEN4} {SP} {BF16}", family="experts"),
+    Setup(4, f"{EP4} {UNEVEN} {PER_TOKEN} --moe-token-dispatcher-type allgather", fp64=True, family="experts"),
+    Setup(8, f"{EP4} {TP2} {PP2} {EVEN} {SP} {MODEL_CHUNKS} {DROPOUT}", fp64=True, family="mixtral", micro_batches=3),
 ]
 
 
@@ -218,6 +231,9 @@ class WholePast:
         return torch.stack([_positions(row, length) for row in self.starts])
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
 
     def room(self, like: Tensor, window: int | None) -> None:
