@@ -64,6 +64,7 @@ from deepspeed_ext.runtime.micro_batch import BatchLoss
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.rank_programs import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms, RunLengths
 from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
+from deepspeed_ext.runtime.tallies import StepTally, Tallies
 
 __all__ = ["TokenSlicePipelineEngine"]
 
@@ -165,6 +166,13 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self._reductions = gradient_reductions(self) if overlap_grad_reduce or shares_experts else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
         self._loss = BatchLoss(self)
+        tensor_ranks, sequence_ranks = self.grid.get_slice_parallel_group(), self.module.sequence_ranks.group
+        self._tallies = Tallies(
+            self.module.numbered_layers(),
+            self.device,
+            micro_batch_groups=(sequence_ranks, tensor_ranks),
+            stage_groups=(self.grid.get_data_parallel_group(), tensor_ranks),
+        )
         shares_sequences = self.module.sequence_ranks.size > 1
         self._executor = Executor(
             self.module,
@@ -176,6 +184,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             ledger=self.ledger,
             reductions=self._reductions,
             gathers=self._gathers,
+            tallies=self._tallies,
             checks=check_token_slices and (len(self.module.token_slices) > 1 or shares_sequences),
             key_value_gradients=key_value_gradients,
             host_copies=host_copies,
@@ -367,6 +376,15 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Tokens with loss in the last batch, if the module counts them; every rank must call this."""
         return self._loss.num_tokens()
 
+    def step_tally(self) -> StepTally:
+        """Numbers that the layers counted in the last step of training, by layer; every rank must call this.
+
+        The host waits for them only here.
+        """
+        pipeline = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
+        num_micro_batches = self.micro_batches * self.num_replicas
+        return self._tallies.of_last_step(self.module.num_layers, pipeline, num_micro_batches)
+
     # ------------------------------------------------------------------ the run of a batch
 
     def _new_batch(
@@ -447,6 +465,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self.observers.begin()
         self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
         self._executor.begin(batch, defers_weight_gradients=schedule.defers_weight_gradients)
+        if self._tallies.any and batch.training:
+            whole_step = self._tallies.of_step and self._programs.forwards_come_first(batch.shape)
+            self._tallies.begin(whole_step=whole_step)
         if self._reductions is not None and batch.updates:
             self._reductions.begin(completing_ops(schedule.program.ops()) if self._overlaps_reductions else {})
 
@@ -594,6 +615,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
             skip_bad_update(self.optimizer, self._global_grad_norm)
         with nullcontext() if self._gathers is None else self._gathers.deferred():
             super()._exec_optimizer_step(lr_kwargs)
+        if self._tallies.any:
+            norm = self._global_grad_norm
+            updated = super().was_step_applied()
+            self._tallies.finish_step(updated & norm.isfinite() if torch.is_tensor(norm) else updated)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the gradients of the last step; the host waits for it only here."""

@@ -31,6 +31,7 @@ from deepspeed_ext.runtime.live_batch import Batch, Buffer, RandomState, bearing
 from deepspeed_ext.runtime.micro_batch import BatchLoss, detached, parts_on_device, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import HostCopies
+from deepspeed_ext.runtime.tallies import Tallies
 
 Around = Callable[[Op], AbstractContextManager[None]]
 """Surrounds the computation of an op: measures it, and accumulates its gradients."""
@@ -44,6 +45,7 @@ class Executor:
         around: surrounds the computation of each op.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
         gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
+        tallies: numbers that layers count.
         checks: whether to compare each stage in token slices with the whole, at its first token slice.
         key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
         host_copies: settings of the copies to the host; None for no copies.
@@ -61,13 +63,14 @@ class Executor:
         ledger: OpLedger,
         reductions: GradientReductions | None = None,
         gathers: ParameterGathers | None = None,
+        tallies: Tallies,
         checks: bool = False,
         key_value_gradients: torch.dtype | None = None,
         host_copies: HostCopySettings | None = None,
     ) -> None:
         self._module, self._links, self._device = module, links, device
         self._batch_loss, self._loss_scale, self._around, self._ledger = loss, loss_scale, around, ledger
-        self._reductions, self._gathers, self._attached = reductions, gathers, False
+        self._reductions, self._gathers, self._attached, self._tallies = reductions, gathers, False, tallies
         self._key_value_gradients, self._host_copies = key_value_gradients, host_copies
         self._weight_gradients = WeightGradients()
         self.copies = None if host_copies is None else HostCopies(device, host_copies)
@@ -141,8 +144,12 @@ class Executor:
                 self._pass_through(op, held, inputs, entries)
             else:
                 self._compute(op, held, inputs, entries)
-        if not self.batch.training and op.token_slice == self.batch.shape.last_token_slice:
-            self._forget(op, last_stage=self._stages[-1])
+        if op.token_slice == self.batch.shape.last_token_slice:
+            if not self.batch.training:
+                self._forget(op, last_stage=self._stages[-1])
+            elif self._tallies.any:
+                is_last = op.micro_batch == self.batch.shape.num_micro_batches - 1
+                self._tallies.close(self._state(op), op.stage, is_last=is_last)
 
     def backward(self, step: Instruction) -> None:
         """Compute the gradients of a stage's inputs and weights for a token slice."""
@@ -396,8 +403,15 @@ class Executor:
                 forward_only=not self.batch.training,
                 keys_apart=self._host_copies is not None,
                 key_value_gradients=self._key_value_gradients,
+                loss_factor=self._layer_loss_factor,
             )
         return self.batch.states[key]
+
+    def _layer_loss_factor(self) -> float:
+        """Factor of a micro-batch's loss in a layer, whose gradient is averaged as that of the last stage's loss is."""
+        # Scaled only where it looks like the loss of a graph.
+        one = torch.ones((), dtype=torch.float64, requires_grad=True)
+        return float(self._loss_scale(one).detach()) * self._module.sequence_ranks.size
 
     def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
         """Add a token slice's share to the loss, and return the roots of its backward."""

@@ -294,6 +294,17 @@ class TokenSlicePipelineModule(PipelineModule):
             return self.tied_modules[spec.key]
         return self.forward_funcs[self._layer_numbers.index(number)]
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return len(self._layer_specs)
+
+    def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield the modules among this rank's layers, each with its number in the model."""
+        for number, layer in zip(self._layer_numbers, self.forward_funcs, strict=True):
+            if isinstance(layer, nn.Module):
+                yield number, layer
+
     def share(self, pipeline_ranks: Iterable[int]) -> SharedModules:
         """Share weights of modules that each of some pipeline ranks registers; see `shared_modules`.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads, ReduceTiedGrads
 
-from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.ops import OpKind, PipelineShape
 from deepspeed_ext.plan.programs.device import Device, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import RankMessages, SimulatedSchedule, check_lowering, lower_rank, partners
@@ -135,6 +135,18 @@ class RankPrograms:
         """Return the shape for a number of micro-batches, and of token slices; None for those of the module."""
         num_token_slices = num_token_slices or self._shape.num_token_slices
         return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
+
+    def forwards_come_first(self, shape: PipelineShape) -> bool:
+        """Whether all forwards of a training step precede its backwards on every stage.
+
+        They do if they do on the last stage: its forwards follow, and its backwards precede, those of the others.
+        """
+        kinds = [
+            span.op.kind
+            for span in self._training.spans(shape)(shape.rank_of(shape.last_stage))
+            if span.op.stage == shape.last_stage
+        ]
+        return all(kind is OpKind.FORWARD for kind in kinds[: kinds.count(OpKind.FORWARD)])
 
     def program(self, shape: PipelineShape, *, training: bool, under_ops: bool = True) -> ProgramSchedule:
         """Return the program of a training step, or of an evaluation, which has forwards only.

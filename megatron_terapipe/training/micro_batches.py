@@ -53,14 +53,21 @@ def loss_tokens(batch: Batch) -> float:
     return batch.loss_mask.sum(dtype=torch.float64).item()
 
 
-def documents_reader(data: DataConfig) -> Callable[[Batch], Documents] | None:
-    """Return the function that finds where the documents of a micro-batch begin; None if none are separated."""
+def documents_reader(data: DataConfig, *, numbered: bool = False) -> Callable[[Batch], Documents] | None:
+    """Return the function that finds where the documents of a micro-batch begin; None if none are separated.
+
+    Args:
+        numbered: whether layers read the number of each token's document.
+    """
     if not data.separates_documents:
         return None
 
     def read(batch: Batch) -> Documents:
         return Documents(
-            batch.document_starts, attend_apart=data.reset_attention_mask, positions_restart=data.reset_position_ids
+            batch.document_starts,
+            attend_apart=data.reset_attention_mask,
+            positions_restart=data.reset_position_ids,
+            numbered=numbered,
         )
 
     return read

@@ -31,6 +31,10 @@ class Documents:
     """Whether tokens attend only to their own document."""
     positions_restart: bool = True
     """Positions count from the start of the document."""
+    numbered: bool = False
+    """Whether layers read `numbers`."""
+    numbers: Tensor | None = field(default=None, compare=False, repr=False)
+    """Number of the document of each token [B, T], among those of all rows, on the device of the layers."""
     whole: Tensor | None = field(default=None, compare=False, repr=False)
     """Positions [B, T] of whole sequences, once they are on the device of the layers."""
     seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -38,12 +42,17 @@ class Documents:
 
     def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
         """These documents with the tensors of the token slices on a device, by one copy."""
-        whole, seen_from = self.whole, self.seen_from
+        whole, seen_from, numbers = self.whole, self.seen_from, self.numbers
+        if self.numbered:
+            begins = torch.zeros(len(self.starts), token_slices.seq_length, dtype=torch.int64)
+            for of_row, row in zip(begins, self.starts, strict=True):
+                of_row[list(row)] = 1
+            numbers = to_device((begins.flatten().cumsum(0) - 1).view_as(begins), device)
         if self.positions_restart:
             whole = to_device(self.positions(0, token_slices.seq_length), device)
         if self.attend_apart and device.type != "cpu":
             seen_from = self._seen(token_slices.bounds(), device)
-        return replace(self, whole=whole, seen_from=seen_from)
+        return replace(self, whole=whole, seen_from=seen_from, numbers=numbers)
 
     def positions(self, start: int, length: int) -> Tensor:
         """Positions [B, N] of the tokens start .. start + N in their documents."""

@@ -106,6 +106,11 @@ def dropout(
     return _Dropout.apply(inputs, residual, probability, place, first_channel)
 
 
+def jittered(inputs: Tensor, spread: float, place: DropoutPlace) -> Tensor:
+    """Multiply each element of [B, N, C] by a number that its place draws evenly from 1 - spread .. 1 + spread."""
+    return _Jitter.apply(inputs, spread, place)
+
+
 def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
     """Random int32 [B, H, N] of queries by head, from those [B, N] of their tokens."""
     return _head_rows(rows, torch.arange(first_head, first_head + num_heads, dtype=torch.int32, device=rows.device))
@@ -140,6 +145,20 @@ class _Dropout(torch.autograd.Function):
         probability, place, first_channel = ctx.settings
         of_inputs = _dropped(output_gradient, *_numbers(output_gradient, place, first_channel), probability)
         return of_inputs, output_gradient if ctx.adds else None, None, None, None
+
+
+class _Jitter(torch.autograd.Function):
+    """Its graph keeps no tensor: the factors are drawn again."""
+
+    @staticmethod
+    def forward(ctx, inputs, spread: float, place: DropoutPlace):
+        ctx.settings = spread, place
+        return _jittered(inputs, *_numbers(inputs, place, 0), spread)
+
+    @staticmethod
+    def backward(ctx, output_gradient):
+        spread, place = ctx.settings
+        return _jittered(output_gradient, *_numbers(output_gradient, place, 0), spread), None, None
 
 
 def _numbers(inputs: Tensor, place: DropoutPlace, first_channel: int) -> tuple[Tensor, Tensor]:
@@ -187,6 +206,12 @@ def _dropped(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float) 
 @Pointwise
 def _dropped_onto(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float, residual: Tensor) -> Tensor:
     return residual + inputs * scaled_mask(rows, columns, probability, inputs)
+
+
+@Pointwise
+def _jittered(inputs: Tensor, rows: Tensor, columns: Tensor, spread: float) -> Tensor:
+    drawn = _mix(rows.unsqueeze(-1) ^ columns).to(torch.promote_types(inputs.dtype, torch.float32))
+    return (inputs * (1 + drawn * (spread * 2**-31))).to(inputs.dtype)
 
 
 def _threshold(probability: float) -> int:

@@ -136,6 +136,7 @@ class SequenceState:
         keys_apart: whether keys and values of token slices are kept apart, as copies to the host need them.
         key_value_gradients: type in which gradients of keys and values are kept between two backwards; None for fp32,
             or the wider type of the model.
+        loss_factor: returns the factor of a loss that a layer adds in the backward; None for 1.
     """
 
     def __init__(
@@ -149,7 +150,9 @@ class SequenceState:
         forward_only: bool = False,
         keys_apart: bool = False,
         key_value_gradients: torch.dtype | None = None,
+        loss_factor: Callable[[], float] | None = None,
     ) -> None:
+        self.loss_factor = loss_factor or (lambda: 1.0)
         self.token_slices, self.forward_only = token_slices, forward_only
         self._keys_apart, self._key_value_gradients = keys_apart, key_value_gradients
         self.attended: Counter[tuple[int, int]] = Counter()
@@ -240,6 +243,26 @@ class Past:
     """Tokens before those that the layer is given."""
     _layer: int
     _sequence: SequenceState
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of the whole sequence."""
+        return self._sequence.token_slices.seq_length
+
+    @property
+    def documents(self) -> Documents | None:
+        """Starts of the documents; None if every row is one."""
+        return self._sequence.documents
+
+    @property
+    def sequence_ranks(self) -> SequenceParallelRanks:
+        """Ranks that share the token slice."""
+        return self._sequence.ranks
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor of the gradient of a loss of the micro-batch that the layer adds in its backward."""
+        return self._sequence.loss_factor()
 
     @property
     def positions_restart(self) -> bool:
@@ -365,6 +388,11 @@ class Past:
         """
         place = self._place(site, self.prefix_len + first_token, self._sequence.sequences)
         return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel, residual=residual)
+
+    def jittered(self, inputs: Tensor, spread: float, *, site: int, first_token: int = 0) -> Tensor:
+        """Return inputs [B, N, C] times numbers in 1 - spread .. 1 + spread, with arguments as of `dropout`."""
+        place = self._place(site, self.prefix_len + first_token, self._sequence.sequences)
+        return positional_dropout.jittered(inputs, spread, place)
 
     def _place(self, site: int, start: int, sequences: Sequence[int]) -> DropoutPlace:
         return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, self._sequence.drawn)

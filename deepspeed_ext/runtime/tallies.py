@@ -1,0 +1,225 @@
+"""Numbers that layers count in forwards, for backwards and updates that depend on more than one token.
+
+A layer of experts counts how many tokens choose each expert. The gradient of its balance loss needs these counts of a
+whole sequence or micro-batch, but no other value of the other token slices; and on a stage all forwards of a
+micro-batch precede its first backward (`DEPENDENCIES` in `plan/ops.py`). So the loss of the whole is exact in slices:
+
+    forward of each token slice     the layer adds to its counts
+    after the last one              the counts of all layers of the stage are summed over the ranks that share the
+                                    micro-batch, in one message, which travels under the next ops
+    backward of each token slice    the layer reads the sums
+    end of the step                 the counts of the step are summed over all ranks of the stage
+
+A layer that counts has an attribute `tally`. Every rank of a stage has the same layers and the same program, so that
+all post the same messages in the same order, on communicators that they have already.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+
+__all__ = ["Counts", "Tally"]
+
+
+class Tally:
+    """The numbers of one layer: of the step here, of a micro-batch in `Counts`.
+
+    Args:
+        width: numbers that it counts, the same in all layers.
+        num_values: sums that it adds up in backwards, such as losses.
+        of_step: whether backwards read the counts of the step so far, on all replicas, instead of the micro-batch's.
+        after_step: called after the optimizer step with the counts [width] of the step, float64, and with whether
+            weights were updated; None for no call.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_values: int,
+        *,
+        of_step: bool = False,
+        after_step: Callable[[Tensor, bool | Tensor], None] | None = None,
+    ) -> None:
+        self.width, self.num_values, self.of_step, self.after_step = width, num_values, of_step, after_step
+        self.counted: Tensor | None = None
+        """Counts [width] of this rank in the step so far, float64; None without an engine."""
+        self.values: Tensor | None = None
+        """Sums [values] of this rank in the step so far, float64; None without an engine."""
+
+
+class Counts:
+    """The numbers of one layer in one micro-batch, for each of its groups of tokens."""
+
+    def __init__(self, tally: Tally, num_groups: int, device: torch.device) -> None:
+        self.tally = tally
+        self.own = torch.zeros(num_groups, tally.width, dtype=torch.int64, device=device)
+        """Counts [groups, width] of the tokens of this rank."""
+        self._read: Callable[[], Tensor] | None = None
+
+    def post(self, read: Callable[[], Tensor]) -> None:
+        """Set the function that waits for the sums [groups, width]."""
+        self._read = read
+
+    def summed(self) -> Tensor:
+        """Counts [groups, width] of all tokens, in a backward."""
+        assert self._read is not None, "the forwards of a micro-batch precede its backwards"
+        return self._read()
+
+
+class StepTally(NamedTuple):
+    """Numbers of a step, by layer of the whole model; 0 where a layer counts nothing."""
+
+    counts: Tensor
+    """[layers, width], int64, over all tokens of the step."""
+    values: Tensor
+    """[layers, values], float64, means over micro-batches and replicas."""
+
+
+class Tallies:
+    """The tallies of the layers of one rank.
+
+    Args:
+        layers: each layer of this rank with its number in the model, in one order on all ranks of a stage.
+        micro_batch_groups: groups of ranks; a sum over one after the other is over the ranks that share a micro-batch.
+        stage_groups: the same for all ranks of a stage.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[int, nn.Module]],
+        device: torch.device,
+        *,
+        micro_batch_groups: Iterable[dist.ProcessGroup | None],
+        stage_groups: Iterable[dist.ProcessGroup | None],
+    ) -> None:
+        found = [(number, part.tally) for number, layer in layers for part in layer.modules() if hasattr(part, "tally")]
+        self._numbers, self._tallies = [number for number, _ in found], [tally for _, tally in found]
+        self._micro_batch_groups, self._stage_groups = _with_others(micro_batch_groups), _with_others(stage_groups)
+        self._device, self._extent = device, [0, 0]
+        self._whole_step, self._open = False, dict[int, list[Counts]]()
+        self._last: Tensor | None = None
+        """Counts and values [layers of this rank, width + values] of the last step, of this stage."""
+        if self._tallies:
+            self._extent = [self._tallies[0].width, self._tallies[0].num_values]
+            self._step = torch.zeros(len(self._tallies), sum(self._extent), dtype=torch.float64, device=device)
+            for tally, row in zip(self._tallies, self._step, strict=True):
+                tally.counted, tally.values = row.split(self._extent)
+
+    @property
+    def any(self) -> bool:
+        """Whether a layer of this rank counts."""
+        return bool(self._tallies)
+
+    @property
+    def of_step(self) -> bool:
+        """Whether a layer reads the counts of the step."""
+        return any(tally.of_step for tally in self._tallies)
+
+    def begin(self, *, whole_step: bool) -> None:
+        """Start a step of training.
+
+        Args:
+            whole_step: whether all forwards of the step precede its backwards, so that its counts are known to these.
+        """
+        self._whole_step, self._open = whole_step, {}
+        self._step.zero_()
+
+    def close(self, state: SequenceState, stage: int, *, is_last: bool) -> None:
+        """Start the sums of a micro-batch after its last forward on a stage.
+
+        Args:
+            is_last: whether it is the last micro-batch of the step.
+        """
+        found = [each for each in state.carried.values() if isinstance(each, Counts)]
+        for counts in found:
+            assert counts.tally.counted is not None, "set where the tally was found"
+            counts.tally.counted += counts.own.sum(0)
+        of_step = [counts for counts in found if counts.tally.of_step]
+        waiting = self._open.setdefault(stage, [])
+        waiting += of_step
+        if waiting and (is_last or not self._whole_step):
+            # Clones: the step continues to count.
+            total = _Sum([each.tally.counted.unsqueeze(0) for each in of_step], self._stage_groups)
+            number = {each.tally: index for index, each in enumerate(of_step)}
+            for each in waiting:
+                each.post(total.reader(number[each.tally]))
+            self._open[stage] = []
+        of_micro_batch = [counts for counts in found if not counts.tally.of_step and counts.tally.num_values]
+        if of_micro_batch:
+            total = _Sum([each.own for each in of_micro_batch], self._micro_batch_groups)
+            for index, each in enumerate(of_micro_batch):
+                each.post(total.reader(index))
+
+    def finish_step(self, updated: bool | Tensor) -> None:
+        """Sum the counts of a step over the stage, and call the tallies with them.
+
+        Args:
+            updated: whether weights were updated: a boolean, or [] on the device, so that the host does not wait.
+        """
+        self._last = self._step.clone()
+        for group in self._stage_groups:
+            dist.all_reduce(self._last, group=group)
+        for tally, row in zip(self._tallies, self._last, strict=True):
+            if tally.after_step is not None:
+                tally.after_step(row[: tally.width], updated)
+
+    def of_last_step(self, num_layers: int, pipeline: dist.ProcessGroup | None, num_micro_batches: int) -> StepTally:
+        """Numbers of the last step on the host of every rank, each of which must call this.
+
+        Args:
+            num_layers: layers of the whole model.
+            pipeline: ranks of this rank's pipeline; None with one stage.
+            num_micro_batches: those of the step, on all replicas.
+        """
+        extent = torch.tensor(self._extent, device=self._device)
+        if pipeline is not None:
+            dist.all_reduce(extent, dist.ReduceOp.MAX, group=pipeline)
+        width, num_values = extent.tolist()
+        found = torch.zeros(num_layers, width + num_values, dtype=torch.float64, device=self._device)
+        if self._last is not None:
+            found[self._numbers] = self._last
+        if pipeline is not None:
+            dist.all_reduce(found, group=pipeline)
+        found = found.cpu()
+        return StepTally(found[:, :width].to(torch.int64), found[:, width:] / num_micro_batches)
+
+
+class _Sum:
+    """A sum of several tensors over groups of ranks, under way."""
+
+    def __init__(self, tensors: list[Tensor], groups: list[dist.ProcessGroup | None]) -> None:
+        self._message = torch.cat([each.flatten() for each in tensors])
+        self._shapes = [each.shape for each in tensors]
+        self._works = self._start(groups)
+        self._advance()
+        self._sums: list[Tensor] | None = None
+
+    def _start(self, groups: list[dist.ProcessGroup | None]) -> Iterator[dist.Work]:
+        for group in groups:
+            yield dist.all_reduce(self._message, group=group, async_op=True)
+
+    def _advance(self) -> None:
+        self._work = next(self._works, None)
+
+    def reader(self, index: int) -> Callable[[], Tensor]:
+        """The function that waits for the sum of one of the tensors."""
+        return lambda: self._read()[index]
+
+    def _read(self) -> list[Tensor]:
+        if self._sums is None:
+            while self._work is not None:
+                self._work.wait()
+                self._advance()
+            parts = self._message.split([shape.numel() for shape in self._shapes])
+            self._sums = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return self._sums
+
+
+def _with_others(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup | None]:
+    return [group for group in groups if group is not None and dist.get_world_size(group) > 1]

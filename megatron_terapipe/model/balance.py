@@ -1,0 +1,210 @@
+"""Balance of the experts of a layer: losses of the router, the bias of its choices, capacity, and jitter.
+
+With p_ti the score of expert i for token t, divided by the sum over the experts, and C_i the number of tokens of a group
+that chose expert i, the auxiliary loss (Fedus et al., arXiv 2101.03961, equation 4; for K choices as Megatron's) is the
+mean over the tokens of the micro-batch
+
+    L_aux = alpha / T * sum_t sum_i f_i p_ti        f_i = E C_i / sum_j C_j,  of the group of t, without a gradient
+    L_z   = beta  / T * sum_t (log sum_i exp x_ti)^2        of the logits x (Zoph et al., arXiv 2202.08906, equation 5)
+
+Groups are sequences, documents, the micro-batch, or the micro-batches of the step so far on all replicas. A loss of
+several groups is their mean by tokens. T is that of the micro-batch, never of a token slice: so the gradient of a token
+depends on others only by its group's C, and is exact in token slices (`deepspeed_ext/runtime/tallies.py`).
+
+The bias (Wang et al., arXiv 2408.15664) changes once a step by u sign(mean C - C_i), with C of the step.
+"""
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.runtime.tallies import Counts, Tally
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.experts import ExpertSettings
+from megatron_terapipe.model.attention import Past
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+
+_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "document_aux_loss": "document_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Names in the log, Megatron's but for documents, by the kind of loss."""
+
+JITTER = 4
+"""Site of the jitter among the uses of random numbers in a layer, after those of `DropoutSite`."""
+
+
+def logged_losses(model: ExpertSettings) -> tuple[str, ...]:
+    """Names of the losses of routers, in the order of a tally's values."""
+    if model.num_experts is None:
+        return ()
+    auxiliary = (_LOSSES[model.moe_router_load_balancing_type],) if model.moe_aux_loss_coeff else ()
+    return (*auxiliary, *(("z_loss",) if model.moe_z_loss_coeff else ()))
+
+
+def balances_documents(model: ExpertSettings) -> bool:
+    """Whether a loss balances each document."""
+    return logged_losses(model)[:1] == (_LOSSES["document_aux_loss"],)
+
+
+class Balance(nn.Module):
+    """Counts and losses of the router of one layer. It has no weights.
+
+    Tokens [T] are those [B, n] that this rank has between the matrices, row after row.
+
+    Args:
+        bias: returns the bias [E] of the choices, which changes after each step; None for none.
+    """
+
+    def __init__(
+        self, model: ModelConfig, ranks: TensorParallelRanks, bias: Callable[[], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self._model, self._ranks = model, ranks
+        self._softmax = model.moe_router_score_function == "softmax"
+        self._auxiliary, self._z = model.moe_aux_loss_coeff, model.moe_z_loss_coeff or 0.0
+        self._groups_of = model.moe_router_load_balancing_type if self._auxiliary else "none"
+        self._rate = model.moe_router_bias_update_rate
+        self._bias = bias
+        self.tally = Tally(
+            model.routing.num_experts,
+            len(logged_losses(model)),
+            of_step=self._groups_of == "global_aux_loss",
+            after_step=None if bias is None else self._move_bias,
+        )
+
+    def jittered(self, hidden_BnC: Tensor, past: Past) -> Tensor:
+        """Inputs of the router, multiplied by random numbers in training."""
+        if self._model.moe_input_jitter_eps is None or not self.training:
+            return hidden_BnC
+        first_token = self._ranks.first_token(hidden_BnC.shape[1])
+        return past.jittered(hidden_BnC, self._model.moe_input_jitter_eps, site=JITTER, first_token=first_token)
+
+    def count(self, chosen_TK: Tensor, num_rows: int, past: Past) -> None:
+        """Count the choices of a token slice. Call it once, where they are made: never where they are computed again."""
+        if not self.training:
+            return
+        groups_T = self._groups(len(chosen_TK), num_rows, past, chosen_TK.device)
+        index_TK = chosen_TK if groups_T is None else chosen_TK + self.tally.width * groups_T.unsqueeze(1)
+        own = self._counts(num_rows, past, chosen_TK.device).own.view(-1)
+        index = index_TK.flatten().to(torch.int64)
+        own.scatter_add_(0, index, torch.ones_like(index))
+
+    def with_losses(self, logits_TE: Tensor, num_rows: int, past: Past) -> Tensor:
+        """The same logits; their backward adds the gradient of the losses."""
+        if not (self._auxiliary or self._z) or not self.training or not torch.is_grad_enabled():
+            return logits_TE
+        groups_T = self._groups(len(logits_TE), num_rows, past, logits_TE.device)
+        counts = self._counts(num_rows, past, logits_TE.device)
+        return _Losses.apply(logits_TE, self, counts, groups_T, past, num_rows * past.seq_length)
+
+    def within_capacity(self, chosen_TK: Tensor, num_rows: int, past: Past) -> Tensor | None:
+        """Which choices [T, K] are processed: of each expert the first of a sequence; None for all of them.
+
+        Call it once for a token slice, as `count`.
+        """
+        factor, experts = self._model.moe_expert_capacity_factor, self.tally.width
+        if factor is None:
+            return None
+        capacity = ceil(factor * self._model.seq_length * chosen_TK.shape[1] / experts)
+        by_token = torch.zeros(len(chosen_TK), experts, dtype=torch.int64, device=chosen_TK.device)
+        by_token.scatter_(1, chosen_TK.to(torch.int64), 1)
+        by_token = by_token.unflatten(0, (num_rows, -1))
+        totals = by_token.sum(1)
+        earlier = past.carried("tokens of experts", lambda: torch.zeros_like(totals))
+        ahead, everywhere = self._before(totals, past)
+        before = by_token.cumsum(1) - by_token + (earlier + ahead).unsqueeze(1)
+        earlier += everywhere
+        return before.flatten(0, 1).gather(1, chosen_TK.to(torch.int64)) < capacity
+
+    def _before(self, own: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+        """Sums of the counts [B, E] of the ranks with earlier tokens of the token slice, and of all of its ranks."""
+        before, total = torch.zeros_like(own), own
+        if self._ranks.sequence_parallel:
+            by_rank = self._ranks.start_gather(total.unsqueeze(1))()
+            before, total = by_rank[:, : self._ranks.rank].sum(1), by_rank.sum(1)
+        sequence_ranks = past.sequence_ranks
+        if sequence_ranks.size > 1:
+            by_rank = torch.stack(sequence_ranks.gather(total))
+            before, total = before + by_rank[: sequence_ranks.rank].sum(0), by_rank.sum(0)
+        return before, total
+
+    def _counts(self, num_rows: int, past: Past, device: torch.device) -> Counts:
+        """The counts of this layer in the micro-batch."""
+        groups = {"seq_aux_loss": num_rows, "document_aux_loss": 0}.get(self._groups_of, 1)
+        if not groups:
+            assert past.documents is not None, "the configuration demands packed documents"
+            groups = sum(map(len, past.documents.starts))
+        return past.carried("counts", lambda: Counts(self.tally, groups, device))
+
+    def _groups(self, num_tokens: int, num_rows: int, past: Past, device: torch.device) -> Tensor | None:
+        """The number of each token's group: [T]; None if there is one."""
+        length = num_tokens // num_rows
+        if self._groups_of == "seq_aux_loss" and num_rows > 1:
+            return torch.arange(num_rows, device=device).repeat_interleave(length, output_size=num_tokens)
+        if self._groups_of == "document_aux_loss":
+            assert past.documents is not None and past.documents.numbers is not None, "numbered where they are read"
+            first = past.prefix_len + self._ranks.first_token(length)
+            return past.documents.numbers[:, first : first + length].flatten()
+        return None
+
+    def _move_bias(self, counts_E: Tensor, updated: bool | Tensor) -> None:
+        """Change the bias after a step, with the counts of all its tokens."""
+        assert self._bias is not None, "called after steps only with a bias"
+        bias = self._bias()
+        # In whole numbers, so that equal counts have no sign.
+        change = torch.sign(counts_E.sum() - self.tally.width * counts_E) * self._rate
+        # A product, because the host does not wait for `updated`.
+        bias += (change * updated).to(bias.dtype)
+
+    def add_gradient(
+        self, gradient_TE: Tensor, logits_TE: Tensor, counts: Counts, groups_T: Tensor | None, past: Past, tokens: int
+    ) -> Tensor:
+        """The gradient of the logits with that of the losses of a token slice.
+
+        Args:
+            tokens: tokens of the micro-batch.
+        """
+        values = []
+        scale = past.loss_factor / tokens
+        if self._auxiliary:
+            counts_GE = counts.summed().to(logits_TE.dtype)
+            share_GE = counts_GE / counts_GE.sum(-1, keepdim=True) * self.tally.width
+            share = share_GE if groups_T is None else share_GE[groups_T]
+            if self._softmax:
+                p_TE, slope_TE = logits_TE.softmax(-1), 1
+            else:
+                score_TE = logits_TE.sigmoid()
+                p_TE, slope_TE = score_TE / score_TE.sum(-1, keepdim=True), 1 - score_TE
+            loss_T1 = (p_TE * share).sum(-1, keepdim=True)
+            gradient_TE = gradient_TE + scale * self._auxiliary * p_TE * slope_TE * (share - loss_T1)
+            values.append(loss_T1.sum())
+        if self._z:
+            log_T1 = logits_TE.logsumexp(-1, keepdim=True)
+            gradient_TE = gradient_TE + scale * self._z * 2 * log_T1 * (logits_TE - log_T1).exp()
+            values.append(log_T1.square().sum())
+        if self.tally.values is not None:
+            self.tally.values += torch.stack(values) / tokens
+        return gradient_TE
+
+
+class _Losses(torch.autograd.Function):
+    """The identity of logits, with the gradient of the losses of `Balance`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, balance: Balance, counts: Counts, groups: Tensor | None, past: Past, tokens: int
+    ) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.settings = balance, (counts, groups, past, tokens)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,), (balance, settings) = ctx.saved_tensors, ctx.settings
+        return balance.add_gradient(gradient, logits, *settings), None, None, None, None, None
