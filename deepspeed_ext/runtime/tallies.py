@@ -10,55 +10,46 @@ micro-batch precede its first backward (`DEPENDENCIES` in `plan/ops.py`). So the
     backward of each token slice    the layer reads the sums
     end of the step                 the counts of the step are summed over all ranks of the stage
 
-A layer that counts has an attribute `tally`. Every rank of a stage has the same layers and the same program, so that
-all post the same messages in the same order, on communicators that they have already.
+A layer that counts is a `CountingLayer`. Every rank of a stage has the same layers and the same program, so that all
+post the same messages in the same order, on communicators that they have already.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 
-__all__ = ["Counts", "Tally"]
+class CountingLayer(Protocol):
+    """A layer, or a module in it, that counts. The engine finds it by the attribute `counted`."""
 
+    width: int
+    """Numbers that it counts, the same in all layers."""
+    num_values: int
+    """Sums that it adds up in backwards, such as losses."""
+    reads_step: bool
+    """Whether backwards read the counts of the step so far, on all replicas, instead of the micro-batch's."""
+    counted: Tensor | None
+    """Counts [width] of this rank in the step so far, float64; None without an engine."""
+    values: Tensor | None
+    """Sums [values] of this rank in the step so far, float64; None without an engine."""
 
-class Tally:
-    """The numbers of one layer: of the step here, of a micro-batch in `Counts`.
+    def after_step(self, counts: Tensor, updated: bool | Tensor) -> None:
+        """Act after the optimizer step, given the counts [width] of the step, float64.
 
-    Args:
-        width: numbers that it counts, the same in all layers.
-        num_values: sums that it adds up in backwards, such as losses.
-        of_step: whether backwards read the counts of the step so far, on all replicas, instead of the micro-batch's.
-        after_step: called after the optimizer step with the counts [width] of the step, float64, and with whether
-            weights were updated; None for no call.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        num_values: int,
-        *,
-        of_step: bool = False,
-        after_step: Callable[[Tensor, bool | Tensor], None] | None = None,
-    ) -> None:
-        self.width, self.num_values, self.of_step, self.after_step = width, num_values, of_step, after_step
-        self.counted: Tensor | None = None
-        """Counts [width] of this rank in the step so far, float64; None without an engine."""
-        self.values: Tensor | None = None
-        """Sums [values] of this rank in the step so far, float64; None without an engine."""
+        Args:
+            updated: whether weights were updated; may be [] on the device, so that the host does not wait.
+        """
 
 
 class Counts:
     """The numbers of one layer in one micro-batch, for each of its groups of tokens."""
 
-    def __init__(self, tally: Tally, num_groups: int, device: torch.device) -> None:
-        self.tally = tally
-        self.own = torch.zeros(num_groups, tally.width, dtype=torch.int64, device=device)
+    def __init__(self, layer: CountingLayer, num_groups: int, device: torch.device) -> None:
+        self.layer = layer
+        self.own = torch.zeros(num_groups, layer.width, dtype=torch.int64, device=device)
         """Counts [groups, width] of the tokens of this rank."""
         self._read: Callable[[], Tensor] | None = None
 
@@ -82,7 +73,7 @@ class StepTally(NamedTuple):
 
 
 class Tallies:
-    """The tallies of the layers of one rank.
+    """The layers of one rank that count.
 
     Args:
         layers: each layer of this rank with its number in the model, in one order on all ranks of a stage.
@@ -98,28 +89,28 @@ class Tallies:
         micro_batch_groups: Iterable[dist.ProcessGroup | None],
         stage_groups: Iterable[dist.ProcessGroup | None],
     ) -> None:
-        found = [(number, part.tally) for number, layer in layers for part in layer.modules() if hasattr(part, "tally")]
-        self._numbers, self._tallies = [number for number, _ in found], [tally for _, tally in found]
+        found = [(number, part) for number, layer in layers for part in layer.modules() if hasattr(part, "counted")]
+        self._numbers, self._layers = [number for number, _ in found], [part for _, part in found]
         self._micro_batch_groups, self._stage_groups = _with_others(micro_batch_groups), _with_others(stage_groups)
         self._device, self._extent = device, [0, 0]
         self._whole_step, self._open = False, dict[int, list[Counts]]()
         self._last: Tensor | None = None
         """Counts and values [layers of this rank, width + values] of the last step, of this stage."""
-        if self._tallies:
-            self._extent = [self._tallies[0].width, self._tallies[0].num_values]
-            self._step = torch.zeros(len(self._tallies), sum(self._extent), dtype=torch.float64, device=device)
-            for tally, row in zip(self._tallies, self._step, strict=True):
-                tally.counted, tally.values = row.split(self._extent)
+        if self._layers:
+            self._extent = [self._layers[0].width, self._layers[0].num_values]
+            self._step = torch.zeros(len(self._layers), sum(self._extent), dtype=torch.float64, device=device)
+            for layer, row in zip(self._layers, self._step, strict=True):
+                layer.counted, layer.values = row.split(self._extent)
 
     @property
     def any(self) -> bool:
         """Whether a layer of this rank counts."""
-        return bool(self._tallies)
+        return bool(self._layers)
 
     @property
-    def of_step(self) -> bool:
+    def read_step(self) -> bool:
         """Whether a layer reads the counts of the step."""
-        return any(tally.of_step for tally in self._tallies)
+        return any(layer.reads_step for layer in self._layers)
 
     def begin(self, *, whole_step: bool) -> None:
         """Start a step of training.
@@ -130,44 +121,37 @@ class Tallies:
         self._whole_step, self._open = whole_step, {}
         self._step.zero_()
 
-    def close(self, state: SequenceState, stage: int, *, is_last: bool) -> None:
+    def close(self, carried: Iterable[Any], stage: int, *, is_last: bool) -> None:
         """Start the sums of a micro-batch after its last forward on a stage.
 
         Args:
+            carried: values that the layers of the stage carry, in their order, with their counts.
             is_last: whether it is the last micro-batch of the step.
         """
-        found = [each for each in state.carried.values() if isinstance(each, Counts)]
+        found = [each for each in carried if isinstance(each, Counts)]
         for counts in found:
-            assert counts.tally.counted is not None, "set where the tally was found"
-            counts.tally.counted += counts.own.sum(0)
-        of_step = [counts for counts in found if counts.tally.of_step]
-        waiting = self._open.setdefault(stage, [])
-        waiting += of_step
-        if waiting and (is_last or not self._whole_step):
-            # Clones: the step continues to count.
-            total = _Sum([each.tally.counted.unsqueeze(0) for each in of_step], self._stage_groups)
-            number = {each.tally: index for index, each in enumerate(of_step)}
-            for each in waiting:
-                each.post(total.reader(number[each.tally]))
-            self._open[stage] = []
-        of_micro_batch = [counts for counts in found if not counts.tally.of_step and counts.tally.num_values]
-        if of_micro_batch:
-            total = _Sum([each.own for each in of_micro_batch], self._micro_batch_groups)
-            for index, each in enumerate(of_micro_batch):
+            counts.layer.counted += counts.own.sum(0)
+        if not self.read_step:
+            total = _Sum([each.own for each in found], self._micro_batch_groups)
+            for index, each in enumerate(found):
                 each.post(total.reader(index))
+            return
+        waiting = self._open.setdefault(stage, [])
+        waiting += found
+        if is_last or not self._whole_step:
+            total = _Sum([each.layer.counted.unsqueeze(0) for each in found], self._stage_groups)
+            number = {each.layer: index for index, each in enumerate(found)}
+            for each in waiting:
+                each.post(total.reader(number[each.layer]))
+            self._open[stage] = []
 
     def finish_step(self, updated: bool | Tensor) -> None:
-        """Sum the counts of a step over the stage, and call the tallies with them.
-
-        Args:
-            updated: whether weights were updated: a boolean, or [] on the device, so that the host does not wait.
-        """
+        """Sum the counts of a step over the stage, and call the layers with them; see `CountingLayer.after_step`."""
         self._last = self._step.clone()
         for group in self._stage_groups:
             dist.all_reduce(self._last, group=group)
-        for tally, row in zip(self._tallies, self._last, strict=True):
-            if tally.after_step is not None:
-                tally.after_step(row[: tally.width], updated)
+        for layer, row in zip(self._layers, self._last, strict=True):
+            layer.after_step(row[: layer.width], updated)
 
     def of_last_step(self, num_layers: int, pipeline: dist.ProcessGroup | None, num_micro_batches: int) -> StepTally:
         """Numbers of the last step on the host of every rank, each of which must call this.

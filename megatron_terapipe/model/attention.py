@@ -1,7 +1,7 @@
 """Multi-head self-attention with grouped keys and values."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,30 @@ class Past(Protocol):
 
     def kept(self, name: str, make: Callable[[], Made]) -> Made:
         """Return `make()` of the first forward of this layer and token slice, if it is computed again."""
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of the whole sequence."""
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor of the gradient of a loss of the micro-batch that the layer adds in its backward."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all rows of the micro-batch."""
+
+    def document_numbers(self, first_token: int, length: int) -> Tensor:
+        """Return the numbers of the documents of n tokens: [B, n]."""
+
+    def counts(self, layer: nn.Module, num_groups: int, device: torch.device) -> Any:
+        """Return the counts of this layer in the micro-batch."""
+
+    def sum_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sums of values [...] over the ranks with earlier tokens of the token slice, and over all of them."""
+
+    def jittered(self, inputs: Tensor, spread: float, *, site: int, first_token: int) -> Tensor:
+        """Return `inputs` [B, n, C] times numbers in 1 - spread .. 1 + spread, which depend on positions only."""
 
     def room(self, like: Tensor, window: int | None) -> tuple[Tensor, Tensor] | None:
         """Return tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; or None."""

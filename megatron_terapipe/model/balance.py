@@ -16,12 +16,11 @@ The bias (Wang et al., arXiv 2408.15664) changes once a step by u sign(mean C - 
 
 from collections.abc import Callable
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.tallies import Counts, Tally
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.experts import ExpertSettings
 from megatron_terapipe.model.attention import Past
@@ -52,6 +51,16 @@ def balances_documents(model: ExpertSettings) -> bool:
     return logged_losses(model)[:1] == (_LOSSES["document_aux_loss"],)
 
 
+class Counts(Protocol):
+    """Choices of the tokens of a micro-batch, by group of tokens."""
+
+    own: Tensor
+    """Those of this rank: [groups, E]."""
+
+    def summed(self) -> Tensor:
+        """Return those of all ranks: [groups, E]. Only in a backward."""
+
+
 class Balance(nn.Module):
     """Counts and losses of the router of one layer. It has no weights.
 
@@ -69,14 +78,12 @@ class Balance(nn.Module):
         self._softmax = model.moe_router_score_function == "softmax"
         self._auxiliary, self._z = model.moe_aux_loss_coeff, model.moe_z_loss_coeff or 0.0
         self._groups_of = model.moe_router_load_balancing_type if self._auxiliary else "none"
-        self._rate = model.moe_router_bias_update_rate
-        self._bias = bias
-        self.tally = Tally(
-            model.routing.num_experts,
-            len(logged_losses(model)),
-            of_step=self._groups_of == "global_aux_loss",
-            after_step=None if bias is None else self._move_bias,
-        )
+        self._rate, self._bias = model.moe_router_bias_update_rate, bias
+        # Read and set by the runtime, `CountingLayer`.
+        self.width, self.num_values = model.routing.num_experts, len(logged_losses(model))
+        self.reads_step = self._groups_of == "global_aux_loss"
+        self.counted: Tensor | None = None
+        self.values: Tensor | None = None
 
     def jittered(self, hidden_BnC: Tensor, past: Past) -> Tensor:
         """Inputs of the router, multiplied by random numbers in training."""
@@ -90,7 +97,7 @@ class Balance(nn.Module):
         if not self.training:
             return
         groups_T = self._groups(len(chosen_TK), num_rows, past, chosen_TK.device)
-        index_TK = chosen_TK if groups_T is None else chosen_TK + self.tally.width * groups_T.unsqueeze(1)
+        index_TK = chosen_TK if groups_T is None else chosen_TK + self.width * groups_T.unsqueeze(1)
         own = self._counts(num_rows, past, chosen_TK.device).own.view(-1)
         index = index_TK.flatten().to(torch.int64)
         own.scatter_add_(0, index, torch.ones_like(index))
@@ -108,7 +115,7 @@ class Balance(nn.Module):
 
         Call it once for a token slice, as `count`.
         """
-        factor, experts = self._model.moe_expert_capacity_factor, self.tally.width
+        factor, experts = self._model.moe_expert_capacity_factor, self.width
         if factor is None:
             return None
         capacity = ceil(factor * self._model.seq_length * chosen_TK.shape[1] / experts)
@@ -124,23 +131,18 @@ class Balance(nn.Module):
 
     def _before(self, own: Tensor, past: Past) -> tuple[Tensor, Tensor]:
         """Sums of the counts [B, E] of the ranks with earlier tokens of the token slice, and of all of its ranks."""
-        before, total = torch.zeros_like(own), own
-        if self._ranks.sequence_parallel:
-            by_rank = self._ranks.start_gather(total.unsqueeze(1))()
-            before, total = by_rank[:, : self._ranks.rank].sum(1), by_rank.sum(1)
-        sequence_ranks = past.sequence_ranks
-        if sequence_ranks.size > 1:
-            by_rank = torch.stack(sequence_ranks.gather(total))
-            before, total = before + by_rank[: sequence_ranks.rank].sum(0), by_rank.sum(0)
-        return before, total
+        if not self._ranks.sequence_parallel:
+            return past.sum_before(own)
+        # Tensor-parallel ranks share the tokens of a sequence-parallel rank.
+        by_rank = self._ranks.start_gather(own.unsqueeze(1))()
+        before, total = past.sum_before(by_rank.sum(1))
+        return before + by_rank[:, : self._ranks.rank].sum(1), total
 
     def _counts(self, num_rows: int, past: Past, device: torch.device) -> Counts:
         """The counts of this layer in the micro-batch."""
-        groups = {"seq_aux_loss": num_rows, "document_aux_loss": 0}.get(self._groups_of, 1)
-        if not groups:
-            assert past.documents is not None, "the configuration demands packed documents"
-            groups = sum(map(len, past.documents.starts))
-        return past.carried("counts", lambda: Counts(self.tally, groups, device))
+        if self._groups_of == "document_aux_loss":
+            return past.counts(self, past.num_documents, device)
+        return past.counts(self, num_rows if self._groups_of == "seq_aux_loss" else 1, device)
 
     def _groups(self, num_tokens: int, num_rows: int, past: Past, device: torch.device) -> Tensor | None:
         """The number of each token's group: [T]; None if there is one."""
@@ -148,17 +150,16 @@ class Balance(nn.Module):
         if self._groups_of == "seq_aux_loss" and num_rows > 1:
             return torch.arange(num_rows, device=device).repeat_interleave(length, output_size=num_tokens)
         if self._groups_of == "document_aux_loss":
-            assert past.documents is not None and past.documents.numbers is not None, "numbered where they are read"
-            first = past.prefix_len + self._ranks.first_token(length)
-            return past.documents.numbers[:, first : first + length].flatten()
+            return past.document_numbers(self._ranks.first_token(length), length).flatten()
         return None
 
-    def _move_bias(self, counts_E: Tensor, updated: bool | Tensor) -> None:
-        """Change the bias after a step, with the counts of all its tokens."""
-        assert self._bias is not None, "called after steps only with a bias"
+    def after_step(self, counts_E: Tensor, updated: bool | Tensor) -> None:
+        """Change the bias, given the counts of all tokens of a step. Called by the engine."""
+        if self._bias is None:
+            return
         bias = self._bias()
         # In whole numbers, so that equal counts have no sign.
-        change = torch.sign(counts_E.sum() - self.tally.width * counts_E) * self._rate
+        change = torch.sign(counts_E.sum() - self.width * counts_E) * self._rate
         # A product, because the host does not wait for `updated`.
         bias += (change * updated).to(bias.dtype)
 
@@ -174,7 +175,7 @@ class Balance(nn.Module):
         scale = past.loss_factor / tokens
         if self._auxiliary:
             counts_GE = counts.summed().to(logits_TE.dtype)
-            share_GE = counts_GE / counts_GE.sum(-1, keepdim=True) * self.tally.width
+            share_GE = counts_GE / counts_GE.sum(-1, keepdim=True) * self.width
             share = share_GE if groups_T is None else share_GE[groups_T]
             if self._softmax:
                 p_TE, slope_TE = logits_TE.softmax(-1), 1
@@ -188,8 +189,8 @@ class Balance(nn.Module):
             log_T1 = logits_TE.logsumexp(-1, keepdim=True)
             gradient_TE = gradient_TE + scale * self._z * 2 * log_T1 * (logits_TE - log_T1).exp()
             values.append(log_T1.square().sum())
-        if self.tally.values is not None:
-            self.tally.values += torch.stack(values) / tokens
+        if self.values is not None:
+            self.values += torch.stack(values) / tokens
         return gradient_TE
 
 

@@ -14,8 +14,10 @@ depend on several tokens are in `balance.py`. A weight enters before the last pr
 outputs of the experts are not kept for its gradient.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.experts import RoutingRule
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import Past
+from megatron_terapipe.model.balance import Balance
 from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, Dispatch, ExpertParallelRanks, Here, Pairs
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.mlp import MLP, Activation
@@ -86,13 +89,30 @@ class Router(nn.Module):
         self.weight = ranks.whole(self.rule.num_experts, model.hidden_size, initialize=normal(model.init_method_std))
         bias_E = torch.zeros(self.rule.num_experts, dtype=torch.float32) if self.rule.has_bias else None
         self.register_buffer("expert_bias", bias_E)
+        self.balance = Balance(model, ranks, None if bias_E is None else lambda: self.expert_bias)
 
-    def forward(self, x_Th: Tensor, past: Past) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts and their weights: chosen_TK, weights_TK."""
-        logits_TE = _WideProduct.apply(x_Th, self.weight)
-        chosen_TK = past.kept("chosen experts", lambda: choose(logits_TE.detach(), self.rule, self.expert_bias).short())
-        chosen_TK = chosen_TK.long()
-        return chosen_TK, weigh(logits_TE, chosen_TK, self.rule)
+    def forward(self, x_Bnh: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights, 0 beyond the capacity: chosen_TK, weights_TK."""
+        rows = len(x_Bnh)
+        logits_TE = _WideProduct.apply(self.balance.jittered(x_Bnh, past).flatten(0, 1), self.weight)
+        kept = past.kept("chosen experts", lambda: self._choose(logits_TE.detach(), rows, past))
+        chosen_TK = kept[0].long()
+        weights_TK = weigh(self.balance.with_losses(logits_TE, rows, past), chosen_TK, self.rule)
+        return chosen_TK, weights_TK if kept[1] is None else weights_TK * kept[1]
+
+    def _choose(self, logits_TE: Tensor, rows: int, past: Past) -> tuple[Tensor, Tensor | None]:
+        """Choose, count the choices, and find those within the capacity: chosen_TK, int16, within_TK."""
+        chosen_TK = choose(logits_TE, self.rule, self.expert_bias)
+        self.balance.count(chosen_TK, rows, past)
+        return chosen_TK.short(), self.balance.within_capacity(chosen_TK, rows, past)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert all but the type of the bias: bf16 does not resolve its steps."""
+        bias_E = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias_E is not None and not bias_E.is_meta:
+            self.expert_bias = bias_E.to(self.expert_bias.device)
+        return self
 
 
 class _WideProduct(torch.autograd.Function):
@@ -258,7 +278,7 @@ class ExpertLayer(nn.Module):
     def forward(self, x_Bnh: Tensor, past: Past) -> Tensor:
         """Return the output of the layer: [B, n, h]."""
         x_Th = x_Bnh.flatten(0, 1)
-        chosen_TK, weights_TK = self.router(x_Th, past)
+        chosen_TK, weights_TK = self.router(x_Bnh, past)
         dispatched = self.dispatch(x_Th, chosen_TK, weights_TK, past)
         # The first half of the shared experts runs while tokens are sent, the second while outputs are sent back.
         shared = None if self.shared is None else self.shared.up(x_Bnh)

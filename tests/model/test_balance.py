@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import pytest
@@ -87,13 +88,11 @@ def trained(model: ModelConfig, cut: tuple[int, ...], order: Order) -> tuple[Rou
         state = SequenceState(slices, sequences=sequences, documents=documents, loss_factor=lambda: FACTOR)
         outputs: list[Callable[[], Tensor]] = []
         for index, part in enumerate(inputs.split(cut, dim=1)):
-            if order.again:
-                with torch.no_grad():
-                    router(part, state.past(0, index))
-                outputs.append(lambda part=part, index=index, state=state: router(part, state.past(0, index)))
-            else:
-                outputs.append(lambda output=router(part, state.past(0, index)): output)
-        tallies.close(state, 0, is_last=number == MICRO_BATCHES - 1)
+            forward = partial(router, part, state.past(0, index))
+            with torch.set_grad_enabled(not order.again):
+                output = forward()
+            outputs.append(forward if order.again else partial(torch.Tensor.view_as, output, output))
+        tallies.close(state.carried.values(), 0, is_last=number == MICRO_BATCHES - 1)
         live.append(outputs)
         if len(live) == order.ahead:
             backward()

@@ -41,6 +41,7 @@ from deepspeed_ext.runtime.attention.token_slice_attention import (
     KeyValueState,
     TokenSliceAttention,
 )
+from deepspeed_ext.runtime.tallies import CountingLayer, Counts
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 __all__ = ["Past"]
@@ -250,14 +251,31 @@ class Past:
         return self._sequence.token_slices.seq_length
 
     @property
-    def documents(self) -> Documents | None:
-        """Starts of the documents; None if every row is one."""
-        return self._sequence.documents
+    def num_documents(self) -> int:
+        """Documents in all rows of the micro-batch, where layers read their numbers."""
+        return sum(map(len, self._numbered.starts))
+
+    def document_numbers(self, first_token: int, length: int) -> Tensor:
+        """Numbers of the documents of tokens [B, n] that begin `first_token` after the first."""
+        first = self.prefix_len + first_token
+        return self._numbered.numbers[:, first : first + length]
 
     @property
-    def sequence_ranks(self) -> SequenceParallelRanks:
-        """Ranks that share the token slice."""
-        return self._sequence.ranks
+    def _numbered(self) -> Documents:
+        documents = self._sequence.documents
+        assert documents is not None and documents.numbered, "`numbered` where layers read them"
+        return documents
+
+    def counts(self, layer: CountingLayer, num_groups: int, device: torch.device) -> Counts:
+        """The counts of this layer in the micro-batch, of some groups of tokens."""
+        return self.carried("counts", lambda: Counts(layer, num_groups, device))
+
+    def sum_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of values [...] over the ranks with earlier tokens of the token slice, and over all of its ranks."""
+        if self._sequence.ranks.size == 1:
+            return torch.zeros_like(values), values
+        by_rank = torch.stack(self._sequence.ranks.gather(values))
+        return by_rank[: self._sequence.ranks.rank].sum(0), by_rank.sum(0)
 
     @property
     def loss_factor(self) -> float:
