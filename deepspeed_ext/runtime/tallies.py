@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 class CountingLayer(Protocol):
-    """A layer, or a module in it, that counts. The engine finds it by the attribute `counted`."""
+    """A layer, or a module in it, that counts. The engine finds it by the attribute `counted_in_step`."""
 
     width: int
     """Numbers that it counts, the same in all layers."""
@@ -31,9 +31,9 @@ class CountingLayer(Protocol):
     """Sums that it adds up in backwards, such as losses."""
     reads_step: bool
     """Whether backwards read the counts of the step so far, on all replicas, instead of the micro-batch's."""
-    counted: Tensor | None
+    counted_in_step: Tensor | None
     """Counts [width] of this rank in the step so far, float64; None without an engine."""
-    values: Tensor | None
+    values_in_step: Tensor | None
     """Sums [values] of this rank in the step so far, float64; None without an engine."""
 
     def after_step(self, counts: Tensor, updated: bool | Tensor) -> None:
@@ -89,7 +89,9 @@ class Tallies:
         micro_batch_groups: Iterable[dist.ProcessGroup | None],
         stage_groups: Iterable[dist.ProcessGroup | None],
     ) -> None:
-        found = [(number, part) for number, layer in layers for part in layer.modules() if hasattr(part, "counted")]
+        found = [
+            (number, part) for number, layer in layers for part in layer.modules() if hasattr(part, "counted_in_step")
+        ]
         self._numbers, self._layers = [number for number, _ in found], [part for _, part in found]
         self._micro_batch_groups, self._stage_groups = _with_others(micro_batch_groups), _with_others(stage_groups)
         self._device, self._extent = device, [0, 0]
@@ -100,7 +102,7 @@ class Tallies:
             self._extent = [self._layers[0].width, self._layers[0].num_values]
             self._step = torch.zeros(len(self._layers), sum(self._extent), dtype=torch.float64, device=device)
             for layer, row in zip(self._layers, self._step, strict=True):
-                layer.counted, layer.values = row.split(self._extent)
+                layer.counted_in_step, layer.values_in_step = row.split(self._extent)
 
     @property
     def any(self) -> bool:
@@ -130,7 +132,7 @@ class Tallies:
         """
         found = [each for each in carried if isinstance(each, Counts)]
         for counts in found:
-            counts.layer.counted += counts.own.sum(0)
+            counts.layer.counted_in_step += counts.own.sum(0)
         if not self.read_step:
             total = _Sum([each.own for each in found], self._micro_batch_groups)
             for index, each in enumerate(found):
@@ -139,7 +141,7 @@ class Tallies:
         waiting = self._open.setdefault(stage, [])
         waiting += found
         if is_last or not self._whole_step:
-            total = _Sum([each.layer.counted.unsqueeze(0) for each in found], self._stage_groups)
+            total = _Sum([each.layer.counted_in_step.unsqueeze(0) for each in found], self._stage_groups)
             number = {each.layer: index for index, each in enumerate(found)}
             for each in waiting:
                 each.post(total.reader(number[each.layer]))

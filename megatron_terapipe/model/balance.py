@@ -1,8 +1,8 @@
 """Balance of the experts of a layer: losses of the router, the bias of its choices, capacity, and jitter.
 
-With p_ti the score of expert i for token t, divided by the sum over the experts, and C_i the number of tokens of a group
-that chose expert i, the auxiliary loss (Fedus et al., arXiv 2101.03961, equation 4; for K choices as Megatron's) is the
-mean over the tokens of the micro-batch
+Let p_ti be the score of expert i for token t, divided by the sum over the experts, and C_i the number of tokens of a
+group that chose expert i. The auxiliary loss (Fedus et al., arXiv 2101.03961, equation 4; for K choices as Megatron's) is
+the mean over the tokens of the micro-batch
 
     L_aux = alpha / T * sum_t sum_i f_i p_ti        f_i = E C_i / sum_j C_j,  of the group of t, without a gradient
     L_z   = beta  / T * sum_t (log sum_i exp x_ti)^2        of the logits x (Zoph et al., arXiv 2202.08906, equation 5)
@@ -82,8 +82,8 @@ class Balance(nn.Module):
         # Read and set by the runtime, `CountingLayer`.
         self.width, self.num_values = model.routing.num_experts, len(logged_losses(model))
         self.reads_step = self._groups_of == "global_aux_loss"
-        self.counted: Tensor | None = None
-        self.values: Tensor | None = None
+        self.counted_in_step: Tensor | None = None
+        self.values_in_step: Tensor | None = None
 
     def jittered(self, hidden_BnC: Tensor, past: Past) -> Tensor:
         """Inputs of the router, multiplied by random numbers in training."""
@@ -93,7 +93,7 @@ class Balance(nn.Module):
         return past.jittered(hidden_BnC, self._model.moe_input_jitter_eps, site=JITTER, first_token=first_token)
 
     def count(self, chosen_TK: Tensor, num_rows: int, past: Past) -> None:
-        """Count the choices of a token slice. Call it once, where they are made: never where they are computed again."""
+        """Count the choices of a token slice. Call it once, where they are made."""
         if not self.training:
             return
         groups_T = self._groups(len(chosen_TK), num_rows, past, chosen_TK.device)
@@ -189,8 +189,8 @@ class Balance(nn.Module):
             log_T1 = logits_TE.logsumexp(-1, keepdim=True)
             gradient_TE = gradient_TE + scale * self._z * 2 * log_T1 * (logits_TE - log_T1).exp()
             values.append(log_T1.square().sum())
-        if self.values is not None:
-            self.values += torch.stack(values) / tokens
+        if self.values_in_step is not None:
+            self.values_in_step += torch.stack(values) / tokens
         return gradient_TE
 
 
