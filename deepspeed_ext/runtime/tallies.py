@@ -131,6 +131,8 @@ class Tallies:
             is_last: whether it is the last micro-batch of the step.
         """
         found = [each for each in carried if isinstance(each, Counts)]
+        if not found:
+            return
         for counts in found:
             counts.layer.counted_in_step += counts.own.sum(0)
         if not self.read_step:

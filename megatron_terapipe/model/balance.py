@@ -1,8 +1,8 @@
 """Balance of the experts of a layer: losses of the router, the bias of its choices, capacity, and jitter.
 
 Let p_ti be the score of expert i for token t, divided by the sum over the experts, and C_i the number of tokens of a
-group that chose expert i. The auxiliary loss (Fedus et al., arXiv 2101.03961, equation 4; for K choices as Megatron's) is
-the mean over the tokens of the micro-batch
+group that chose expert i. The auxiliary loss (Fedus et al., arXiv 2101.03961, equation 4; for K choices as in Megatron)
+is the mean over the tokens of the micro-batch
 
     L_aux = alpha / T * sum_t sum_i f_i p_ti        f_i = E C_i / sum_j C_j,  of the group of t, without a gradient
     L_z   = beta  / T * sum_t (log sum_i exp x_ti)^2        of the logits x (Zoph et al., arXiv 2202.08906, equation 5)
