@@ -77,9 +77,9 @@ def test_a_repeated_forward_keeps_the_choice() -> None:
     layer, hidden = layer_of("gated"), drawn(1, 5, 16, seed=0)
     for forward_only in (False, True):
         past = SequenceState(TokenSlices((5,)), forward_only=forward_only).past(0, 0)
-        first, _ = layer.router(hidden.flatten(0, 1), past)
+        first, _ = layer.router(hidden, past)
         layer.router.weight.data.neg_()
-        second, _ = layer.router(hidden.flatten(0, 1), past)
+        second, _ = layer.router(hidden, past)
         assert torch.equal(first, second) is not forward_only
 
 
