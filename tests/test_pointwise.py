@@ -32,6 +32,11 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
     "swiglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
     "geglu": (mlp._gated, lambda: (numbers(2, 6, 16), "tanh")),
     "geglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
+    "weighted": (mlp._weighted_gated, lambda: (numbers(6, 16), numbers(6), "silu")),
+    "weighted_backward": (
+        mlp._weighted_gated_backward,
+        lambda: (numbers(6, 8), numbers(6, 16), numbers(6), "silu"),
+    ),
     "rms_norm": (norm._norm_of_sum, lambda: (numbers(2, 6, 16), None, 1.0, norm._rms_norm, numbers(16), 1e-5, False)),
     "rms_norm_backward": (
         norm._gradient_of_sum,

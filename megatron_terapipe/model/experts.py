@@ -30,7 +30,7 @@ from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.balance import Balance
 from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, Dispatch, ExpertParallelRanks, Here, Pairs
 from megatron_terapipe.model.initialization import normal
-from megatron_terapipe.model.mlp import MLP, Activation
+from megatron_terapipe.model.mlp import MLP, WeightedActivation
 from megatron_terapipe.model.tensor_parallel import (
     Initializer,
     TensorParallelRanks,
@@ -181,7 +181,7 @@ class _ExpertProduct(torch.autograd.Function):
     """Products of pairs with the matrices of their experts, of inputs or of a function of them, which is repeated."""
 
     @staticmethod
-    def forward(ctx, weight, pairs: Pairs, before, *inputs):
+    def forward(ctx, weight, pairs: Pairs, before: WeightedActivation | None, *inputs):
         ctx.save_for_backward(weight, *inputs)
         # Where a forward is repeated, autograd gives back a copy of the weight that has no gradient.
         ctx.parameter, ctx.pairs, ctx.before = weight, pairs, before
@@ -191,15 +191,10 @@ class _ExpertProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient_Ro):
         weight, *inputs = ctx.saved_tensors
-        x_Ri = inputs[0]
-        if ctx.before is not None:
-            with torch.enable_grad():
-                inputs = [each.detach().requires_grad_() for each in inputs]
-                x_Ri = ctx.before(*inputs)
         of_x = grouped_product(gradient_Ro, weight.flatten(1, -2).transpose(1, 2), ctx.pairs)
-        product = partial(_weight_gradient, ctx.parameter, gradient_Ro, x_Ri.detach(), ctx.pairs)
+        x_Ri, *of_inputs = (*inputs, of_x) if ctx.before is None else ctx.before.backward(of_x, *inputs)
+        product = partial(_weight_gradient, ctx.parameter, gradient_Ro, x_Ri, ctx.pairs)
         of_weight = now_or_deferred(ctx.parameter, product) if ctx.needs_input_grad[0] else None
-        of_inputs = [of_x] if ctx.before is None else torch.autograd.grad(x_Ri, inputs, of_x)
         return of_weight, None, None, *of_inputs
 
 
@@ -229,22 +224,18 @@ class Experts(nn.Module):
         has_bias = model.has_mlp_bias
         self.up_bias = parameter(experts, *widened, initialize=None) if has_bias else None
         self.down_bias = parameter(experts, hidden, initialize=None) if has_bias else None
-        self.activation = Activation(model.activation)
+        self.weighted_activation = WeightedActivation(model.activation)
 
     def forward(self, x_Rh: Tensor, weights_R: Tensor, pairs: Pairs) -> Tensor:
         """Return the weighted outputs of the experts: y_Rh."""
         up_Rf = _ExpertProduct.apply(self.up, pairs, None, x_Rh)
         if self.up_bias is None:
-            return _ExpertProduct.apply(self.down, pairs, self._weighted, up_Rf, weights_R)
+            return _ExpertProduct.apply(self.down, pairs, self.weighted_activation, up_Rf, weights_R)
         places_R = torch.arange(len(x_Rh), device=x_Rh.device)
         expert_R = torch.searchsorted(pairs.ends_E, places_R, right=True).clamp(max=self.number - 1)
         up_Rf = up_Rf + F.embedding(expert_R, self.up_bias.flatten(1))
-        y_Rh = _ExpertProduct.apply(self.down, pairs, self._weighted, up_Rf, weights_R)
+        y_Rh = _ExpertProduct.apply(self.down, pairs, self.weighted_activation, up_Rf, weights_R)
         return y_Rh + F.embedding(expert_R, self.down_bias) * weights_R.to(y_Rh.dtype).unsqueeze(1)
-
-    def _weighted(self, up_Rf: Tensor, weights_R: Tensor) -> Tensor:
-        activated_Rf = self.activation(up_Rf)
-        return activated_Rf * weights_R.to(activated_Rf.dtype).unsqueeze(1)
 
 
 # ---------------------------------------------------------------------- the layer

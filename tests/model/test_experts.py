@@ -9,6 +9,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.model.expert_dispatch import Pairs
 from megatron_terapipe.model.experts import ExpertLayer, choose, weigh
+from megatron_terapipe.model.mlp import Activation
 from tests.model.configs import expert_config
 from tests.model.whole_and_parts import ALONE, drawn
 
@@ -39,6 +40,7 @@ def layer_of(name: str) -> ExpertLayer:
 def written_out(layer: ExpertLayer, hidden: Tensor) -> Tensor:
     """Each token with each of its experts, one after the other."""
     rule, experts = layer.router.rule, layer.experts
+    activation = Activation("gelu" if experts.up_bias is not None else "swiglu")
     tokens = hidden.flatten(0, 1)
     logits = tokens @ layer.router.weight.t()
     chosen = choose(logits.detach(), rule, layer.router.expert_bias)
@@ -47,7 +49,7 @@ def written_out(layer: ExpertLayer, hidden: Tensor) -> Tensor:
         output = torch.zeros_like(token)
         for number, weight in zip(numbers, weights, strict=True):
             up, down = (None if b is None else b[number].flatten() for b in (experts.up_bias, experts.down_bias))
-            widened = experts.activation(F.linear(token, experts.up[number].flatten(0, -2), up))
+            widened = activation(F.linear(token, experts.up[number].flatten(0, -2), up))
             output = output + weight * F.linear(widened, experts.down[number], down)
         outputs.append(output)
     found = torch.stack(outputs).view_as(hidden)
