@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +54,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--leave-out",
-        choices=["hidden_size", "layers", "devices"],
-        help="predict the trials of each hidden size, number of layers or number of devices from those of the "
+        choices=["hidden_size", "layers", "model", "devices"],
+        help="predict the trials of each hidden size, number of layers, model or number of devices from those of the "
         "others, to see how predictions extrapolate",
     )
     group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")
@@ -118,7 +118,7 @@ def _predicted(
     options: argparse.Namespace,
     trials: "Sequence[Trial]",
     calibrating: "Sequence[Trial]",
-    folds: "Sequence[int] | None",
+    folds: "Sequence[Hashable] | None",
 ) -> "list[Predicted]":
     from tqdm import tqdm
 
@@ -154,9 +154,9 @@ def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int
     return sum(key(one) in seen for one in trials)
 
 
-def _note_equal_trials(trials: "Sequence[Trial]", folds: "Sequence[int] | None", what: str) -> None:
+def _note_equal_trials(trials: "Sequence[Trial]", folds: "Sequence[Hashable] | None", what: str) -> None:
     """Print which files have no trials that the others could be predicted from."""
-    values: dict[str, set[int]] = {}
+    values: dict[str, set[Hashable]] = {}
     for one, value in zip(trials, folds or (), strict=True):
         values.setdefault(Path(one.path).name, set()).add(value)
     alike = sorted(name for name, found in values.items() if len(found) == 1)

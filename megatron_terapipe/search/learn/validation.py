@@ -3,7 +3,7 @@
 folds_of -> predict_in_folds -> [Predicted] -> validation_document -> print_validation
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +30,7 @@ from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile
+from megatron_terapipe.search.price.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,17 +105,24 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
 
 SEED = 2026  # which groups fall together; always the same ones
 
-LEFT_OUT: Mapping[str, tuple[str, Callable[[Trial], int]]] = MappingProxyType(
+LEFT_OUT: Mapping[str, tuple[str, Callable[[Trial], Hashable]]] = MappingProxyType(
     {
         "hidden_size": ("hidden sizes", lambda one: max(layer.hidden_size for layer in one.workload.layers)),
         "layers": ("numbers of layers", lambda one: len(one.workload.layers)),
+        "model": ("models", lambda one: _shapes_of_layers(one.workload)),
         "devices": ("numbers of devices", lambda one: sum(node.num_devices for node in one.cluster.nodes)),
     }
 )
 """Properties of which one value at a time is left out, to test extrapolation: in words, and the value of a trial."""
 
 
-def folds_of(trials: Sequence[Trial], num_folds: int | None, left_out: str | None) -> list[int] | None:
+def _shapes_of_layers(workload: Workload) -> frozenset[tuple[int, int]]:
+    """Hidden sizes and parameters of the layers between the ends, however many: tables have models cut short."""
+    between = workload.layers[workload.first_dealt : workload.end_dealt]
+    return frozenset((layer.hidden_size, layer.parameters) for layer in between)
+
+
+def folds_of(trials: Sequence[Trial], num_folds: int | None, left_out: str | None) -> Sequence[Hashable] | None:
     """Return the fold [n] of each trial; None without folds.
 
     With `left_out`, trials with the same value are in one fold; else whole groups of each cluster are dealt to folds.
@@ -138,7 +146,7 @@ def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> li
 
 def predict_in_folds(
     trials: Sequence[Trial],
-    folds: Sequence[int],
+    folds: Sequence[Hashable],
     *,
     more: Sequence[Trial] = (),
     profile: Profile | None = None,
@@ -149,7 +157,7 @@ def predict_in_folds(
 
     A cluster with all its trials in one fold is not calibrated.
     """
-    places: dict[tuple[str, str, int], list[int]] = {}
+    places: dict[tuple[str, str, Hashable], list[int]] = {}
     for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
         places.setdefault((one.source, one.device, fold), []).append(index)
     predicted: dict[int, Predicted] = {}

@@ -1,6 +1,7 @@
 """Predictions of trials that no fit has seen, and their scores."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_terapipe.search.learn.validation import (
     predict_trials,
     validation_document,
 )
+from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.learn.synthetic import STRATEGIES, WORKLOAD, failed, measured
 
@@ -105,6 +107,13 @@ def test_folds_may_leave_out_sizes() -> None:
     trials = measured(STRATEGIES[:3])
     assert folds_of(trials, None, "hidden_size") == [2048] * 3 and folds_of(trials, None, "devices") == [16] * 3
     assert len(set(folds_of(trials, None, "layers") or ())) == 1
+    # A model that is cut short is the same model.
+    cut, wider = (
+        replace(trials[0], workload=gpt_workload(replace(WORKLOAD.config, **change)))
+        for change in ({"num_layers": 2}, {"ffn_hidden_size": 64})
+    )
+    whole, short, other = folds_of([trials[0], cut, wider], None, "model") or ()
+    assert whole == short != other
     assert [one.calibration.num_trials for one in predict_in_folds(trials, [1, 2, 2])] == [2, 1, 1]
 
 
