@@ -376,14 +376,14 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Tokens with loss in the last batch, if the module counts them; every rank must call this."""
         return self._loss.num_tokens()
 
-    def step_tally(self) -> StepTally:
-        """Numbers that the layers counted in the last step of training, by layer; every rank must call this.
+    def take_tally(self) -> StepTally:
+        """Numbers that layers counted in training since the last call, by layer; every rank must call this.
 
         The host waits for them only here.
         """
-        pipeline = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
-        num_micro_batches = self.micro_batches * self.num_replicas
-        return self._tallies.of_last_step(self.module.num_layers, pipeline, num_micro_batches)
+        return self._tallies.take(
+            self.module.num_layers, self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
+        )
 
     # ------------------------------------------------------------------ the run of a batch
 
@@ -618,7 +618,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if self._tallies.any:
             norm = self._global_grad_norm
             updated = super().was_step_applied()
-            self._tallies.finish_step(updated & norm.isfinite() if torch.is_tensor(norm) else updated)
+            updated = updated & norm.isfinite() if torch.is_tensor(norm) else updated
+            self._tallies.finish_step(updated, self.micro_batches * self.num_replicas)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the gradients of the last step; the host waits for it only here."""

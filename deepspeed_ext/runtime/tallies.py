@@ -64,12 +64,13 @@ class Counts:
 
 
 class StepTally(NamedTuple):
-    """Numbers of a step, by layer of the whole model; 0 where a layer counts nothing."""
+    """Numbers of some steps, by layer of the whole model; 0 where a layer counts nothing."""
 
+    steps: int
     counts: Tensor
-    """[layers, width], int64, over all tokens of the step."""
+    """[layers, width], int64, over all tokens of these steps."""
     values: Tensor
-    """[layers, values], float64, means over micro-batches and replicas."""
+    """[layers, values], float64, means over the micro-batches of a replica, the replicas, and the steps."""
 
 
 class Tallies:
@@ -96,11 +97,14 @@ class Tallies:
         self._micro_batch_groups, self._stage_groups = _with_others(micro_batch_groups), _with_others(stage_groups)
         self._device, self._extent = device, [0, 0]
         self._whole_step, self._open = False, dict[int, list[Counts]]()
-        self._last: Tensor | None = None
-        """Counts and values [layers of this rank, width + values] of the last step, of this stage."""
+        self._steps = 0
+        """Steps since the last call of `take`."""
         if self._layers:
             self._extent = [self._layers[0].width, self._layers[0].num_values]
             self._step = torch.zeros(len(self._layers), sum(self._extent), dtype=torch.float64, device=device)
+            """Counts and values of the step so far."""
+            self._total = torch.zeros_like(self._step)
+            """Those of the steps since the last call of `take`."""
             for layer, row in zip(self._layers, self._step, strict=True):
                 layer.counted_in_step, layer.values_in_step = row.split(self._extent)
 
@@ -149,33 +153,39 @@ class Tallies:
                 each.post(total.reader(number[each.layer]))
             self._open[stage] = []
 
-    def finish_step(self, updated: bool | Tensor) -> None:
-        """Sum the counts of a step over the stage, and call the layers with them; see `CountingLayer.after_step`."""
-        self._last = self._step.clone()
-        for group in self._stage_groups:
-            dist.all_reduce(self._last, group=group)
-        for layer, row in zip(self._layers, self._last, strict=True):
-            layer.after_step(row[: layer.width], updated)
+    def finish_step(self, updated: bool | Tensor, num_micro_batches: int) -> None:
+        """Sum the counts of a step over the stage, and call the layers with them; see `CountingLayer.after_step`.
 
-    def of_last_step(self, num_layers: int, pipeline: dist.ProcessGroup | None, num_micro_batches: int) -> StepTally:
-        """Numbers of the last step on the host of every rank, each of which must call this.
+        Args:
+            num_micro_batches: those of the step, on all replicas.
+        """
+        for group in self._stage_groups:
+            dist.all_reduce(self._step, group=group)
+        for layer in self._layers:
+            layer.after_step(layer.counted_in_step, updated)
+            layer.values_in_step /= num_micro_batches
+        self._total += self._step
+        self._steps += 1
+
+    def take(self, num_layers: int, pipeline: dist.ProcessGroup | None) -> StepTally:
+        """Numbers of the steps since the last call, on the host of every rank, each of which must call this.
 
         Args:
             num_layers: layers of the whole model.
             pipeline: ranks of this rank's pipeline; None with one stage.
-            num_micro_batches: those of the step, on all replicas.
         """
-        extent = torch.tensor(self._extent, device=self._device)
+        extent = torch.tensor([self._steps, *self._extent], device=self._device)
         if pipeline is not None:
             dist.all_reduce(extent, dist.ReduceOp.MAX, group=pipeline)
-        width, num_values = extent.tolist()
+        steps, width, num_values = extent.tolist()
         found = torch.zeros(num_layers, width + num_values, dtype=torch.float64, device=self._device)
-        if self._last is not None:
-            found[self._numbers] = self._last
+        if self._layers:
+            found[self._numbers] = self._total
+            self._total.zero_()
         if pipeline is not None:
             dist.all_reduce(found, group=pipeline)
-        found = found.cpu()
-        return StepTally(found[:, :width].to(torch.int64), found[:, width:] / num_micro_batches)
+        self._steps, found = 0, found.cpu()
+        return StepTally(steps, found[:, :width].to(torch.int64), found[:, width:] / max(steps, 1))
 
 
 class _Sum:

@@ -251,9 +251,8 @@ class ExpertLoads(Record):
     """Layers with experts, in ascending order."""
     loads: tuple[tuple[float, ...], ...]
     """Load of each expert, by layer."""
-    aux_loss: float | None = None
-    """Sum of the auxiliary losses of all layers, with their coefficients, as a mean over these iterations; None without
-    such losses."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Losses of the routers by their names in the log, without their coefficients: means over layers and iterations."""
 
     def __post_init__(self) -> None:
         widths = {len(of_layer) for of_layer in self.loads}

@@ -133,7 +133,7 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int, loads:
     if losses:
         parts.append(f"lm loss: {fmean(losses):.6E}")
     if loads is not None:
-        parts += [] if loads.aux_loss is None else [f"load_balancing_loss: {loads.aux_loss:.6E}"]
+        parts += [f"{name}: {loss:.6E}" for name, loss in loads.losses.items()]
         parts.append(f"max/mean expert load: {loads.busiest:.2f}")
     parts.append(f"loss scale: {1.0 if last.loss_scale is None else last.loss_scale:.1f}")
     if last.grad_norm is not None:

@@ -98,7 +98,7 @@ def trained(model: ModelConfig, cut: tuple[int, ...], order: Order) -> tuple[Rou
             backward()
     while live:
         backward()
-    tallies.finish_step(True)
+    tallies.finish_step(True, MICRO_BATCHES)
     return router, tallies
 
 
@@ -166,7 +166,7 @@ def test_losses_in_token_slices_are_those_of_whole_micro_batches(rule: dict[str,
     for cut in CUTS:
         router, tallies = trained(model, cut, order)
         assert (router.weight.grad - gradient).norm() <= 1e-12 * gradient.norm(), cut
-        found = tallies.of_last_step(5, None, MICRO_BATCHES)
+        found = tallies.take(5, None)
         assert found.counts[3].tolist() == counts.tolist()
         assert found.counts.sum() == counts.sum(), "other layers count nothing"
         assert found.values[3].tolist() == pytest.approx(list(logged.values()), rel=1e-12)
@@ -214,16 +214,16 @@ def test_jitter_depends_on_the_position_only() -> None:
 def test_the_bias_moves_once_a_step_towards_experts_with_few_tokens() -> None:
     model = model_of(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25)
     router, tallies = trained(model, CUTS[-1], Order(1))
-    counts = tallies.of_last_step(5, None, 1).counts[3]
+    counts = tallies.take(5, None).counts[3]
     mean = MICRO_BATCHES * ROWS * SEQ * CHOSEN / EXPERTS
     assert counts.sum() == mean * EXPERTS
     assert router.expert_bias.tolist() == [0.25 * ((mean > count) - (mean < count)) for count in counts.tolist()]
     before = router.expert_bias.clone()
     for updated in (False, torch.tensor(False)):
-        tallies.finish_step(updated)
+        tallies.finish_step(updated, MICRO_BATCHES)
         assert torch.equal(router.expert_bias, before)
     tallies.begin(whole_step=False)
-    tallies.finish_step(True)
+    tallies.finish_step(True, MICRO_BATCHES)
     assert torch.equal(router.expert_bias, before), "equal counts have no sign"
 
 

@@ -81,7 +81,9 @@ def whole_run(changes: Mapping[int, Mapping[str, Any]] | None = None) -> list[An
         START,
         *lines_of(range(1, 26), changes),
         Saved(iteration=20, seconds=0.25, time=1e9 + 15),
-        ExpertLoads(iteration=20, iterations=20, layers=(1, 3), loads=((1.5, 0.5), (0.0, 2.0)), aux_loss=0.01),
+        ExpertLoads(
+            iteration=20, iterations=20, layers=(1, 3), loads=((1.5, 0.5), (0.0, 2.0)), losses={"z_loss": 0.01}
+        ),
         RunEnd(iteration=25, reason="a SIGTERM came", failed=False, time=1e9 + 20),
         replace(START, iteration=20, time=1e9 + 80),
         *lines_of(range(21, 41), changes),

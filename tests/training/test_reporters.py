@@ -87,13 +87,15 @@ def test_evaluations() -> None:
 
 
 def test_a_line_of_a_model_with_experts_has_their_loss_and_the_highest_load(capsys: pytest.CaptureFixture[str]) -> None:
-    loads = ExpertLoads(iteration=7, iterations=7, layers=(0,), loads=((0.25, 1.75),), aux_loss=0.0123)
+    loads = ExpertLoads(
+        iteration=7, iterations=7, layers=(0,), loads=((0.25, 1.75),), losses={"load_balancing_loss": 0.0123}
+    )
     log = LogLines(4, 20)
     for line in (loads, ITERATION):
         log(line)
     after = "| lm loss: 5.123457E+00 | load_balancing_loss: 1.230000E-02 | max/mean expert load: 1.75 | loss scale"
     assert after in capsys.readouterr().out
-    assert "| lm loss: 5.123457E+00 | max/mean" in iteration_line([ITERATION], 20, replace(loads, aux_loss=None))
+    assert "| lm loss: 5.123457E+00 | max/mean" in iteration_line([ITERATION], 20, replace(loads, losses={}))
 
 
 def test_a_line_comes_after_the_first_iteration_and_then_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def step_of(setup: Setup) -> tuple[Step, np.ndarray, np.ndarray]:
     engines, build = [], trainer_engine.build_engine
     with patch.object(trainer_engine, "build_engine", lambda run: engines.append(build(run)) or engines[0]):
         step = gradients(setup)
-    tally = engines[0].step_tally()
+    tally = engines[0].take_tally()
     return step, tally.counts.numpy(), tally.values.numpy()
 
 
