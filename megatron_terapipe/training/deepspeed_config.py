@@ -184,7 +184,22 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     settings = _merge(decided, _merge(file, _preferred(config)))
     # The layout has it. DeepSpeed would use it for its own sequence parallelism.
     del settings["sequence_parallel_size"]
+    if layout.expert_parallel_size > 1:
+        _check_reductions(settings, layout.expert_parallel_size)
     return settings
+
+
+def _check_reductions(settings: Mapping[str, Any], expert_parallel_size: int) -> None:
+    """Refuse settings with which DeepSpeed itself reduces gradients."""
+    zero = settings["zero_optimization"]
+    found = [f"zero_optimization.{name}" for name in ("contiguous_gradients", "offload_optimizer") if zero.get(name)]
+    if settings["fp16"]["enabled"] and settings["data_types"]["grad_accum_dtype"] == "fp32":
+        found.append("--accumulate-allreduce-grads-in-fp32 in fp16")
+    if found:
+        raise ConfigError(
+            f"{' and '.join(found)} with --expert-model-parallel-size {expert_parallel_size}: DeepSpeed would reduce "
+            "gradients itself, also over ranks with other experts: drop the former"
+        )
 
 
 def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:

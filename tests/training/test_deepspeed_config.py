@@ -178,6 +178,15 @@ def test_a_file_is_refused_in_one_line(tmp_path: Path, file: object, parts: tupl
     assert all(part in line for part in parts), line
 
 
+@pytest.mark.parametrize("words", ["--zero-contiguous-gradients", "--fp16 --accumulate-allreduce-grads-in-fp32"])
+def test_gradients_of_experts_are_never_reduced_by_deepspeed(words: str) -> None:
+    experts = "--num-experts 4 --expert-model-parallel-size 2"
+    settings(f"{experts} --fp16"), settings(words)
+    with pytest.raises(ConfigError, match=r"DeepSpeed would reduce gradients itself.*: drop the former") as caught:
+        settings(f"{experts} {words}")
+    assert "--expert-model-parallel-size 2" in str(caught.value)
+
+
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     file = {
         "train_batch_size": 32,
