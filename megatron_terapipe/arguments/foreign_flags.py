@@ -1,6 +1,6 @@
 """Flags of other trainers, read from the table `foreign_flags.toml`, which begins with the meaning of its parts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,8 @@ class ForeignFlag:
     verdict: Verdict
 
     text: str = ""
-    """Reason why the flag has no effect; of a flag that is refused, or refused at other values, reason and remedy."""
+    """Reason why the flag has no effect; of a flag that is refused, or refused at other values, reason and remedy. Of
+    an idle flag, they are those with the flag `without`."""
 
     takes: Takes = 0
 
@@ -57,13 +58,18 @@ class ForeignFlags:
         """Return the flags of one verdict."""
         return {name: each for name, each in self.flags.items() if each.verdict == verdict}
 
-    def refusal(self, name: str, values: tuple[str, ...]) -> str | None:
-        """Return why a flag is refused with these values, and the remedy; None if it is not."""
+    def refusal(self, name: str, values: tuple[str, ...], given: Collection[str]) -> str | None:
+        """Return why a flag is refused with these values beside the flags given, and the remedy; None if it is not."""
         found = self.flags.get(name)
         if found is None:
             return next((line for beginning, line in self.families.items() if name.startswith(beginning)), None)
-        refused = found.verdict == "refused" or (found.verdict == "neutral" and not set(values) <= set(found.values))
-        return found.text if refused else None
+        has_effect = not found.values or not set(values) <= set(found.values)
+        refused = {
+            "refused": True,
+            "neutral": has_effect,
+            "idle": has_effect and bool(found.text) and found.without in given,
+        }
+        return found.text if refused.get(found.verdict) else None
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
-from megatron_terapipe.arguments.spellings import Spellings
+from megatron_terapipe.arguments.spellings import DENSE, Spellings
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import Option, Otherwise, choices_of, flag, one_of, option_of
 from megatron_terapipe.errors import ConfigError
@@ -350,13 +350,13 @@ def add_trainer_flags(
 def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
     """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
     foreign = foreign_flags()
-    given = {name for name, _ in _flags_with_values(words)}
+    given = {name for name, values in _flags_with_values(words) if (name, *values) not in DENSE}
     by_reason: dict[str, list[str]] = {}
     unknown: set[str] = set()
     for name, values in _flags_with_values(words):
-        neutral = name in foreign.flags and foreign.flags[name].verdict == "neutral"
-        if (neutral or name not in known) and (reason := foreign.refusal(name, values)) is not None:
-            by_reason.setdefault(reason, []).append(" ".join((name, *values)) if neutral else name)
+        by_value = name in foreign.flags and foreign.flags[name].verdict in ("neutral", "idle")
+        if (by_value or name not in known) and (reason := foreign.refusal(name, values, given)) is not None:
+            by_reason.setdefault(reason, []).append(" ".join((name, *values)) if by_value else name)
         elif (needed := foreign.needed.get(name)) and not given & set(needed):
             reason = f"Megatron ignores it without {needed[0]}: add {needed[0]}, or drop {name}"
             by_reason.setdefault(reason, []).append(" ".join((name, *values)))
@@ -403,13 +403,16 @@ def notices(line: CommandLine, config: Config) -> Iterator[str]:
     owners = {name: foreign_flags().flags[name].without for name in line.idle}
     if operation := [name for name, owner in owners.items() if not owner]:
         yield f"These flags concern operation only and have no effect here: {', '.join(operation)}"
-    if others := [f"{name} ({owner})" for name, owner in owners.items() if owner]:
+    missing = {name: owner for name, owner in owners.items() if owner and owner not in map(flag, line.given)}
+    if others := [f"{name} ({owner})" for name, owner in missing.items()]:
         yield f"These flags have no effect without another one (in brackets): {', '.join(others)}"
     differing = [
         f"{flag(name)} {default_of(name):g} (there {theirs:.10g})"
         for name, (theirs, trains) in OTHER_DEFAULTS.items()
         if trains is not None and name not in line.given and trains(config)
     ]
+    if config.model.moe_expert_capacity_factor is not None and "--moe-token-drop-policy" not in line.idle:
+        differing.append("--moe-token-drop-policy position (there probs)")
     if differing:
         yield (
             f"These defaults are not those of Megatron, and no flag sets them: {', '.join(differing)}; "

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from deepspeed_ext.plan.layout import StagePartition
+from megatron_terapipe.config.experts import ExpertSettings
 from megatron_terapipe.config.options import check, option, with_value
 from megatron_terapipe.errors import ConfigError
 
@@ -140,8 +141,17 @@ class Spellings:
         return StagePartition(tuple(accumulate(sizes, initial=0)))
 
 
+DENSE = (("--num-experts", "0"), ("--num-experts", "1"))
+"""Flags, with values, of a dense model in Megatron-LM and Megatron-DeepSpeed."""
+
+
 def take_megatron_meaning(given: dict[str, Any]) -> None:
     """Replace values of a command line by those that have their meaning here."""
+    if given.get("num_experts") in (0, 1):
+        for each in fields(ExpertSettings):
+            given.pop(each.name, None)
+    if given.get("moe_router_score_function") == "sigmoid":
+        given.pop("moe_router_pre_softmax", None)  # Megatron reads it for softmax only.
     if given.get("legacy_tokenizer") and given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in given:
         given["vocab_size"] += 1
     if given.get("position_embedding_type") == "yarn":

@@ -16,7 +16,9 @@ from typing import Literal
 
 from megatron_terapipe.config.layers import MOST_WIDTH, layers_of_pattern
 from megatron_terapipe.config.options import option, resolve
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, TRAINING_CANNOT_BE_RUN, ConfigError
+
+_ALL_TOKENS = f"slice 1 would wait for slice S in every layer: {TRAINING_CANNOT_BE_RUN}"
 
 MOST_EXPERTS = 32_767
 """Experts of a layer at most: their numbers are kept in 16 bits."""
@@ -65,7 +67,9 @@ class ExpertSettings:
     """Layers of experts: a number N for layers 0, N, 2N, ..., or a list with a 1 for each layer of experts and a 0 for
     each with an MLP, `[0]*3+[1]*58`."""
 
-    moe_router_score_function: Literal["softmax", "sigmoid"] = option("softmax", needs=("num_experts",))
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
+        "softmax", needs=("num_experts",), elsewhere={"sqrtsoftplus": MODEL_CANNOT_BE_TRAINED}
+    )
     """Function of the router's logits that gives the scores of the experts."""
 
     moe_router_pre_softmax: bool = option(False, needs=("num_experts",))
@@ -89,7 +93,11 @@ class ExpertSettings:
 
     moe_router_load_balancing_type: Literal[
         "none", "aux_loss", "seq_aux_loss", "document_aux_loss", "global_aux_loss"
-    ] = option("aux_loss", needs=("num_experts",))
+    ] = option(
+        "aux_loss",
+        needs=("num_experts",),
+        elsewhere={"sinkhorn": _ALL_TOKENS, "quantile_balancing": _ALL_TOKENS},
+    )
     """Tokens that the auxiliary loss balances over the experts: those of a micro-batch (`aux_loss`), of each sequence
     (`seq_aux_loss`), of each document (`document_aux_loss`), or of the micro-batches of the step so far, on all
     replicas (`global_aux_loss`). `none` has no such loss."""
@@ -108,7 +116,9 @@ class ExpertSettings:
     """Limit the tokens of each sequence that an expert processes to this factor times the mean. Later tokens are
     dropped. Default: no limit."""
 
-    moe_token_dispatcher_type: Literal["auto", "alltoall", "allgather"] = option("auto", needs=("num_experts",))
+    moe_token_dispatcher_type: Literal["auto", "alltoall", "allgather"] = option(
+        "auto", needs=("num_experts",), spellings={"flex": "auto"}
+    )
     """How tokens reach the experts of other ranks: `alltoall` sends each to its experts, and the host waits for the
     sizes; `allgather` sends all tokens to all expert-parallel ranks, and nothing waits. `auto` is the cheaper one."""
 

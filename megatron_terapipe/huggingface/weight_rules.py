@@ -56,6 +56,32 @@ def halves(ours: str, theirs: str) -> WeightRule:
     )
 
 
+def experts(ours: str, theirs: Sequence[str], *, number: int, parts: int) -> WeightRule:
+    """Return the rule of the matrices [experts, n, m] or [experts, parts, n, m] of a layer here.
+
+    Args:
+        theirs: names of the matrices of an expert there, with {} for its number; or one name, of those of all.
+        number: experts.
+    """
+
+    def apart(weight: Tensor, dimension: int, sizes: tuple[int, int]) -> Tensor:
+        return weight.unflatten(dimension, sizes) if parts > 1 else weight
+
+    if "{}" not in theirs[0]:
+        return WeightRule(
+            ours,
+            tuple(theirs),
+            lambda weight: (weight.flatten(1, -2),),
+            lambda tensors: apart(tensors[0], 1, (parts, -1)),
+        )
+    return WeightRule(
+        ours,
+        tuple(name.format(expert) for expert in range(number) for name in theirs),
+        lambda weight: weight.flatten(0, -3).unbind(),
+        lambda tensors: apart(torch.stack(tuple(tensors)), 0, (number, parts)),
+    )
+
+
 def after_unread_rows(ours: str, theirs: str, rows: int) -> WeightRule:
     """Return the rule of a tensor that has unread rows before the first one there."""
 
@@ -175,9 +201,28 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
         **{module: _plain(block + theirs) for module, theirs in norms.items()},
         "attention.query_key_value": matrix(_attention(model, names, block)),
         "attention.projection": matrix(_plain(block + names.projection)),
-        "mlp.up": matrix(_up(model, names, block)),
+        "mlp.up": matrix(_up(model, names.up, block)),
         "mlp.down": matrix(_plain(block + names.down)),
+        "mlp.router": _router(names, block),
+        "mlp.experts": _experts(model, names, block),
+        "mlp.shared.up": _up(model, names.shared_up, block),
+        "mlp.shared.down": _plain(block + names.shared_down),
     }
+
+
+def _router(names: TensorNames, block: str) -> Named:
+    own = {"weight": f"{names.router}.weight", "expert_bias": names.router_bias}
+    return lambda ours, kind: same(ours, block + own[kind])
+
+
+def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:
+    own, number = {"up": names.expert_up, "down": (names.expert_down,)}, model.num_experts or 0
+    return lambda ours, kind: experts(
+        ours,
+        [f"{block}{name}.weight" for name in own[kind]],
+        number=number,
+        parts=2 if kind == "up" and model.gated else 1,
+    )
 
 
 def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
@@ -191,8 +236,8 @@ def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
     return lambda ours, kind: fused_attention(ours, f"{theirs[0]}.{kind}", heads)
 
 
-def _up(model: ModelConfig, names: TensorNames, block: str) -> Named:
-    theirs = [block + each for each in names.up]
+def _up(model: ModelConfig, up: Sequence[str], block: str) -> Named:
+    theirs = [block + each for each in up]
     if len(theirs) > 1:
         return lambda ours, kind: stacked(ours, [f"{each}.{kind}" for each in theirs])
     return (lambda ours, kind: halves(ours, f"{theirs[0]}.{kind}")) if model.gated else _plain(theirs[0])

@@ -33,6 +33,15 @@ class TensorNames:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """The matrices to the hidden layer of the MLP: gate and gated half, separate or both in one."""
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    """The router of a layer of experts."""
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    """Its bias, the whole name."""
+    expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    """The same matrices of experts: each expert's by its number, or those of all experts in one."""
+    expert_down: str = "mlp.experts.{}.down_proj"
+    shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     attention_output_norm: str = "post_attention_layernorm"
@@ -44,10 +53,14 @@ class TensorNames:
     """Whether matrices are [in, out], and not [out, in]."""
     not_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Ends of the names of tensors that are no weights, such as masks."""
+    unread: str | None = None
+    """Beginning of the names of tensors that transformers does not read either."""
 
     def is_weight(self, tensor: str, *, tied: bool) -> bool:
         """Whether a tensor of a file is a weight of its own, and not a mask or, in a tied model, a copy."""
-        return not tensor.endswith(self.not_weights) and not (tied and tensor == f"{self.output}.weight")
+        if tensor.endswith(self.not_weights) or (self.unread is not None and tensor.startswith(self.unread)):
+            return False
+        return not (tied and tensor == f"{self.output}.weight")
 
     def canonical(self, tensor: str) -> str:
         """Return the whole name of a tensor, which a file may store without the beginning of the prefix.
@@ -64,12 +77,15 @@ _WITHOUT_EFFECT = {
     *("model_preset", "seq_length", "make_vocab_size_divisible_by", "vocab_rows"),
     *("hidden_dropout", "attention_dropout"),
     *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_dispatcher_type"),
 }
-"""Fields of the model section that change no output of a model."""
+"""Fields of the model section that change no output of a model after its training."""
 
 _BY_PROPERTY = {
     *("disable_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias", "heterogeneous_layers_config_path"),
     *("sliding_window", "window_attn_skip_freq", "no_rope_freq"),
+    *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_layer_freq"),
 }
 """Fields that express the same in several ways; the result is compared."""
 
@@ -112,7 +128,7 @@ class Family:
 
     def read(self, file: SettingsFile) -> ModelConfig:
         """Return the model of a `config.json`; its sequences are as long as there are positions."""
-        file.refuse_experts()
+        file.refuse_experts(self.keys)
         fields = self.fields(file)
         try:
             return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])
@@ -186,6 +202,8 @@ def _facts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     yield "windows", _by_layer([block.window for block in blocks])
     yield "layers without rotations", _by_layer([not block.rotated for block in blocks])
     yield "layers of several shapes", len({(block.num_key_value_heads, block.ffn_hidden_size) for block in blocks}) > 1
+    yield "--ffn-hidden-size", _by_layer([block.ffn_hidden_size for block in blocks])
+    yield "layers of experts", _by_layer([block.num_experts > 0 for block in blocks])
 
 
 def _by_layer(values: Iterable[Any]) -> Any:

@@ -286,13 +286,13 @@ def rotated_layers() -> Setting:
             rotated = [int((index + 1) % every != 0) for index in range(fields["num_layers"])]
         _check_length(file, "no_rope_layers", rotated, fields["num_layers"])
         unrotated = [not each for each in rotated]
-        return {"no_rope_freq": _pattern_of(unrotated, unrotated)} if any(unrotated) else {}
+        return {"no_rope_freq": pattern_of(unrotated, unrotated)} if any(unrotated) else {}
 
     keys = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
     return Setting(keys, read, lambda model: {"no_rope_layers": [int(block.rotated) for block in model.blocks]})
 
 
-def _pattern_of(listed: Sequence[bool], named: Sequence[bool]) -> str:
+def pattern_of(listed: Sequence[bool], named: Sequence[bool]) -> str:
     """Return the text that flags of layers read: N for every Nth layer, or else a list of 0 and 1, `[0]*3+[1]`.
 
     Args:
@@ -315,7 +315,7 @@ def _windows(file: SettingsFile, window: int | None, has_window: Sequence[bool])
         return {"sliding_window": window}
     return {
         "sliding_window": window,
-        "window_attn_skip_freq": _pattern_of(has_window, [not each for each in has_window]),
+        "window_attn_skip_freq": pattern_of(has_window, [not each for each in has_window]),
     }
 
 

@@ -3,7 +3,7 @@
 Gemma's are the last: embeddings scaled by the root of their width, norms with weights stored less 1, GeGLU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
@@ -56,6 +56,7 @@ def llama_like(
     head_size: int | None = None,
     epsilon: float = 1e-6,
     tensors: TensorNames | Callable[[ModelConfig], TensorNames] | None = None,
+    aliases: Mapping[str, str] | None = None,
     tied: bool = False,
     **defaults: Any,
 ) -> Family:
@@ -81,6 +82,7 @@ def llama_like(
             ATTENTION_DROPOUT,
         ),
         tensors=tensors or TensorNames(),
+        aliases=aliases or {},
     )
 
 
@@ -154,14 +156,19 @@ SMOLLM3 = llama_like(
     max_position_embeddings=32768,
 )
 
-GRANITE = llama_like(
-    "granite",
-    "GraniteForCausalLM",
-    swish(),
+MULTIPLIERS: tuple[Setting, ...] = (
     same("embedding_multiplier", "embedding_multiplier", NUMBER, 1.0),
     same("residual_multiplier", "residual_multiplier", NUMBER, 1.0),
     same("attention_multiplier", "softmax_scale", NUMBER, 1.0),
     power("logits_scaling", "logit_multiplier", -1, 1.0),
+)
+"""Factors of Granite."""
+
+GRANITE = llama_like(
+    "granite",
+    "GraniteForCausalLM",
+    swish(),
+    *MULTIPLIERS,
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.families import layernorm, llama
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
+from megatron_terapipe.huggingface.families import layernorm, llama, mixtures
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile
 
@@ -19,6 +19,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             *(llama.GEMMA, llama.GEMMA2, llama.GEMMA3_TEXT, llama.PHI3, llama.OLMO2, llama.SMOLLM3, llama.GRANITE),
             *(layernorm.GPT_NEOX, layernorm.STARCODER2, layernorm.STABLELM, layernorm.NEMOTRON, layernorm.FALCON),
             *(layernorm.OPT, layernorm.GPT_BIGCODE),
+            *(mixtures.MIXTRAL, mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITEMOE, mixtures.GRANITEMOESHARED),
+            mixtures.GLM4_MOE,
         )
     }
 )
@@ -48,8 +50,17 @@ def is_model_folder(path: str | Path) -> bool:
     return (Path(path) / CONFIG_FILE).is_file()
 
 
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite")
+"""Types with experts that are here, and attention that is not."""
+
+
 def family_named(name: str, where: str) -> Family:
     """Return a family by its `model_type`."""
+    if name in LATENT:
+        raise ConfigError(
+            f"{where} is a model of type {name}, whose latent attention (MLA) is not in this trainer: "
+            f"{MODEL_CANNOT_BE_TRAINED}"
+        )
     if name not in FAMILIES:
         raise ConfigError(
             f"{where} is a model of type {name}, which cannot be trained here: give one of {', '.join(FAMILIES)}"

@@ -4,7 +4,7 @@ First the file, whose values are checked as they are read; then the settings, ea
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
@@ -46,12 +46,12 @@ SECTION = Kind("a JSON object", lambda value: isinstance(value, Mapping))
 _REQUIRED = object()
 
 
-def refuse_experts(contents: Mapping[Any, Any], where: str) -> None:
-    """Raise a `ConfigError` if settings describe a mixture of experts."""
+def refuse_experts(contents: Mapping[Any, Any], where: str, understood: Collection[str] = ()) -> None:
+    """Raise a `ConfigError` if settings describe a mixture of experts, other than by keys that are understood."""
     for name, value in contents.items():
-        if "expert" in str(name) and value not in (None, 0, 1):
+        if "expert" in str(name) and name not in understood and value not in (None, 0, 1, False):
             raise ConfigError(
-                f"{where} sets {name} to {_shown(value)}, and mixtures of experts are not in this trainer: "
+                f"{where} sets {name} to {_shown(value)}, and experts are not in this type of model: "
                 f"{MODEL_CANNOT_BE_TRAINED}"
             )
 
@@ -124,9 +124,9 @@ class SettingsFile:
         alias = self._aliases.get(name, name)
         return name if self._contents.get(alias) is None else alias
 
-    def refuse_experts(self) -> None:
-        """Raise if the settings describe a mixture of experts."""
-        refuse_experts(self._contents, self.where)
+    def refuse_experts(self, understood: Collection[str]) -> None:
+        """Raise if the settings describe a mixture of experts by keys that a family does not understand."""
+        refuse_experts(self._contents, self.where, understood)
 
     def __bool__(self) -> bool:
         return bool(self._contents)

@@ -92,7 +92,7 @@ def test_layers_in_sliding_windows_can_be_cut() -> None:
         ([], "m.json holds [], which is not an object"),
         (
             GPT | {"num_experts": 8},
-            "m.json sets num_experts to 8, and mixtures of experts are not in this trainer: this",
+            "m.json sets num_experts to 8, and experts are not in this type of model: this",
         ),
         ({"model_type": "mixtral"}, "m.json is a model of type mixtral, which cannot be trained here: give one"),
         ({"architectures": ["BertModel"]}, 'm.json is a config.json of ["BertModel"] without model_type, which names'),

@@ -1,0 +1,255 @@
+"""Families with mixtures of experts: Llama's layers with a router and experts in place of the MLP.
+
+Files have one width, that of the experts, or one of each kind; transformers 5 has another name for the number of experts.
+`router_aux_loss_coef` and its like concern only the losses of a training, which have flags.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
+from megatron_terapipe.huggingface.families.family import TensorNames
+from megatron_terapipe.huggingface.families.layer_settings import pattern_of, rotations, window_of_all
+from megatron_terapipe.huggingface.families.llama import MULTIPLIERS, llama_like, swish
+from megatron_terapipe.huggingface.families.settings import (
+    COUNT,
+    NATURAL,
+    NUMBER,
+    SWITCH,
+    Fields,
+    Kind,
+    Setting,
+    SettingsFile,
+    always,
+    biases,
+    fixed,
+    ignored,
+    opposite,
+    same,
+)
+
+LAYERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(NATURAL.fits, value)))
+
+
+def _experts(key: str, number: int, top_k: int) -> tuple[Setting, ...]:
+    """Return the settings of the number of experts, and of those that a token chooses, with their defaults."""
+    return (
+        same(key, "num_experts", COUNT, number),
+        same("num_experts_per_tok", "moe_router_topk", COUNT, top_k),
+        ignored("router_aux_loss_coef", "output_router_logits"),
+    )
+
+
+ONE_WIDTH = Setting(
+    ("intermediate_size",),
+    lambda file, fields: {},
+    lambda model: {"intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size},
+)
+"""The width of experts, where all layers have them; it is read as that of an MLP."""
+
+
+def _unless(key: str, field: str, kind: Kind, off: float) -> Setting:
+    """Return a key whose value is that of a field, or `off` where the field is None; `off` is its default."""
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        value = file.value(key, kind, off)
+        return {} if value == off else {field: value}
+
+    return Setting((key,), read, lambda model: {key: getattr(model, field) or off})
+
+
+def _layers(have_experts: Sequence[bool]) -> Fields:
+    return {} if all(have_experts) else {"moe_layer_freq": pattern_of(have_experts, [False])}
+
+
+def _dense_layers(model: ModelConfig) -> list[int]:
+    return [index for index, block in enumerate(model.blocks) if not block.num_experts]
+
+
+def _listed_layers(file: SettingsFile, fields: Fields) -> Fields:
+    """Read every Nth layer, without those of a list."""
+    step, dense = file.value("decoder_sparse_step", COUNT, 1), file.value("mlp_only_layers", LAYERS, [], nullable=True)
+    return _layers([(index + 1) % step == 0 and index not in (dense or ()) for index in range(fields["num_layers"])])
+
+
+def _layers_after(file: SettingsFile, fields: Fields) -> Fields:
+    """Read the number of layers before the first one of experts."""
+    first = file.value("first_k_dense_replace", NATURAL, 1)
+    return _layers([index >= first for index in range(fields["num_layers"])])
+
+
+def _window_if_used(file: SettingsFile, fields: Fields) -> Fields:
+    window = file.value("sliding_window", COUNT, 4096, nullable=True)
+    return {"sliding_window": window if file.value("use_sliding_window", SWITCH, False) else None}
+
+
+MIXTRAL = llama_like(
+    "mixtral",
+    "MixtralForCausalLM",
+    swish(),
+    window_of_all(),
+    *_experts("num_local_experts", 8, 2),
+    ONE_WIDTH,
+    ignored("router_jitter_noise"),
+    rotation=rotations(base=1_000_000.0),
+    aliases={"num_local_experts": "num_experts"},
+    tensors=TensorNames(
+        router="block_sparse_moe.gate",
+        expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        expert_down="block_sparse_moe.experts.{}.w2",
+    ),
+    key_heads=8,
+    epsilon=1e-5,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+)
+
+QWEN3_MOE = llama_like(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    swish(),
+    always(qk_norm="head"),
+    *_experts("num_experts", 128, 8),
+    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 768),
+    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    Setting(
+        ("decoder_sparse_step", "mlp_only_layers"),
+        _listed_layers,
+        lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": _dense_layers(model)},
+    ),
+    Setting(
+        ("use_sliding_window", "sliding_window"),
+        _window_if_used,
+        lambda model: {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window},
+    ),
+    # Left over from Qwen 2 in published files.
+    ignored("max_window_layers"),
+    bias=biases(qkv="attention_bias", projection="attention_bias"),
+    aliases={"num_experts": "num_local_experts"},
+    key_heads=4,
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=24,
+    max_position_embeddings=32768,
+)
+
+OLMOE = llama_like(
+    "olmoe",
+    "OlmoeForCausalLM",
+    swish(),
+    always(qk_norm="all-heads"),
+    fixed("clip_qkv", None),
+    *_experts("num_experts", 64, 8),
+    ONE_WIDTH,
+    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    bias=biases(qkv="attention_bias", projection="attention_bias"),
+    aliases={"num_experts": "num_local_experts"},
+    epsilon=1e-5,
+    vocab_size=50304,
+    hidden_size=2048,
+    intermediate_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    max_position_embeddings=4096,
+)
+
+_GRANITE = (
+    swish(),
+    *MULTIPLIERS,
+    *_experts("num_local_experts", 8, 2),
+    ONE_WIDTH,
+)
+_GRANITE_NAMES = TensorNames(
+    router="block_sparse_moe.router.layer",
+    expert_up=("block_sparse_moe.input_linear",),
+    expert_down="block_sparse_moe.output_linear",
+    shared_up=("shared_mlp.input_linear",),
+    shared_down="shared_mlp.output_linear",
+)
+
+GRANITEMOE = llama_like(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    *_GRANITE,
+    bias=biases(qkv="attention_bias", projection="attention_bias"),
+    tensors=_GRANITE_NAMES,
+)
+
+GRANITEMOESHARED = llama_like(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    *_GRANITE,
+    _unless("shared_intermediate_size", "moe_shared_expert_intermediate_size", NATURAL, 0),
+    bias=biases(qkv="attention_bias", projection="attention_bias"),
+    tensors=_GRANITE_NAMES,
+)
+
+
+def _shared(file: SettingsFile, fields: Fields) -> Fields:
+    """Read the shared experts, each as wide as the others."""
+    number = file.value("n_shared_experts", COUNT, 1)
+    return {"moe_shared_expert_intermediate_size": number * fields["moe_ffn_hidden_size"]}
+
+
+def _groups(file: SettingsFile, fields: Fields) -> Fields:
+    """Read the groups of experts; transformers compares groups by their two best experts."""
+    groups, kept = file.value("n_group", COUNT, 1), file.value("topk_group", COUNT, 1)
+    if groups == 1:
+        return {}
+    if fields["moe_router_topk"] != 2 * kept:
+        raise ConfigError(
+            f"{file.where} sets topk_group to {kept} and num_experts_per_tok to {fields['moe_router_topk']}, which is "
+            f"not twice as many: {MODEL_CANNOT_BE_TRAINED}"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+
+
+GLM4_MOE = llama_like(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    swish(),
+    *_experts("n_routed_experts", 128, 8),
+    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1408),
+    always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+    fixed("norm_topk_prob", True),
+    _unless("routed_scaling_factor", "moe_router_topk_scaling_factor", NUMBER, 1.0),
+    Setting(
+        ("n_group", "topk_group"),
+        _groups,
+        lambda model: {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1},
+    ),
+    Setting(
+        ("n_shared_experts",),
+        _shared,
+        lambda model: {
+            "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // (model.moe_ffn_hidden_size or 1)
+        },
+    ),
+    Setting(
+        ("first_k_dense_replace",),
+        _layers_after,
+        lambda model: {"first_k_dense_replace": len(_dense_layers(model))},
+    ),
+    Setting(
+        ("use_qk_norm",),
+        lambda file, fields: {"qk_norm": "head" if file.value("use_qk_norm", SWITCH, False) else "none"},
+        lambda model: {"use_qk_norm": model.qk_norm == "head"},
+    ),
+    # A further layer predicts the token after the next one; transformers leaves it out, too.
+    ignored("num_nextn_predict_layers", "num_mtp_layers"),
+    rotation=rotations(part=0.5),
+    bias=biases(qkv="attention_bias"),
+    aliases={"n_routed_experts": "num_local_experts"},
+    tensors=lambda model: replace(TensorNames(), unread=f"model.layers.{model.num_layers}."),
+    # Published files have it; the other defaults of transformers are no model without it.
+    head_size=128,
+    key_heads=8,
+    epsilon=1e-5,
+    vocab_size=151552,
+    intermediate_size=10944,
+    num_hidden_layers=46,
+    num_attention_heads=96,
+    max_position_embeddings=131072,
+)
