@@ -130,6 +130,36 @@ def test_neutral_values_change_nothing() -> None:
         assert "drop" not in each.text
 
 
+def test_idle_flags_that_have_an_effect_with_another_one_are_then_refused() -> None:
+    with_effect = {name: each for name, each in FOREIGN.having("idle").items() if each.text}
+    assert {each.without for each in with_effect.values()} == {"--num-experts"}
+    for name, each in with_effect.items():
+        value = " 2" if each.takes else ""
+        assert refusal(f"--num-experts 8 {name}{value}") == f"{name}{value}: {each.text}"
+        assert each.text.endswith((MODEL, TRAINING)) or re.search(r": use [^:]*$", each.text)
+        assert set(re.findall(r"--[a-z0-9-]+", each.text)) <= OWN
+        assert parse(f"--num-experts 1 {name}{value}") == parse()
+        for harmless in each.values:
+            words = (REQUIRED + f"--num-experts 8 {name} {harmless}").split()
+            assert read_arguments(words).config == parse("--num-experts 8")
+            assert not [line for line in read_arguments(words).notices if name in line]
+
+
+def test_scripts_with_experts_of_megatron() -> None:
+    kernels = "--moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32 --moe-flex-dispatcher-backend hybridep"
+    sigmoid = "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-enable-expert-bias"
+    words = f"--num-experts 8 --moe-token-dispatcher-type flex --expert-tensor-parallel-size 1 {sigmoid} {kernels}"
+    model = parse(words).model
+    assert (model.num_experts, model.moe_token_dispatcher_type, model.moe_router_pre_softmax) == (8, "auto", False)
+    assert parse("--num-experts 0 --moe-router-topk 2") == parse("--num-experts 1") == parse()
+    with_limit = (REQUIRED + "--num-experts 8 --moe-expert-capacity-factor 1.5").split()
+    said = "--moe-token-drop-policy position (there probs)"
+    assert [
+        said in " ".join(read_arguments(line).notices)
+        for line in (with_limit, [*with_limit, "--moe-token-drop-policy", "position"])
+    ] == [True, False]
+
+
 def test_idle_flags_are_listed_in_one_line() -> None:
     idle = FOREIGN.having("idle")
     arguments = read_arguments((REQUIRED + " ".join(map(words_of, idle))).split())
