@@ -1,6 +1,6 @@
 """Families with mixtures of experts: Llama's layers with a router and experts in place of the MLP.
 
-Files have one width, that of the experts, or one of each kind. In transformers 5 the number of experts has another name.
+Files have one width, that of the experts, or one of each kind. transformers 5 has another name for their number.
 `router_aux_loss_coef` and its like concern only the losses of a training, which have flags.
 """
 
