@@ -48,6 +48,14 @@ _LONGROPE = {
     "rope_theta": 100.0,
 }
 _FALCON = {"ffn_hidden_size": 48}
+_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+    "attention_bias": True,
+}
+_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,16 +110,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 0, 1], "attention_bias": True}),
-    "granite": (
-        "granite",
-        {
-            "embedding_multiplier": 6.0,
-            "residual_multiplier": 0.3,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 3.0,
-            "attention_bias": True,
-        },
-    ),
+    "granite": ("granite", _GRANITE),
     "gpt_neox": ("gpt_neox", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "starcoder2": ("starcoder2", {"sliding_window": 8}),
@@ -127,6 +126,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-serial": ("falcon", _FALCON | {"parallel_attn": False, "multi_query": False, "bias": True}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
     "opt-unbiased": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "enable_bias": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 7}),
+    "qwen3_moe": ("qwen3_moe", _QWEN3_MOE | {"mlp_only_layers": [1]}),
+    "qwen3_moe-renormalised": ("qwen3_moe", _QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 3}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "granitemoe": ("granitemoe", _GRANITE | {"num_local_experts": 4}),
+    "granitemoeshared": ("granitemoeshared", _GRANITE | {"num_local_experts": 4, "shared_intermediate_size": 24}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+            **{"routed_scaling_factor": 2.5, "moe_intermediate_size": 24, "n_shared_experts": 2},
+            **{"head_dim": 12, "use_qk_norm": True, "attention_bias": True},
+        },
+    ),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
@@ -142,7 +155,7 @@ def tiny_model(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if parameter.dim() == 1 and "inv_freq" not in name:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
