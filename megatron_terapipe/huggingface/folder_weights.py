@@ -192,7 +192,7 @@ class FolderWeights:
         """
         expected: dict[str, torch.Size] = {}
         for index in layers_with_weights(self._model):
-            shapes = dict(meta_layer(self._model, index).named_parameters())
+            shapes = meta_layer(self._model, index).state_dict()
             for name, rule in self._rules(index).items():
                 parts = rule.split(shapes[name])
                 expected |= {theirs: part.shape for theirs, part in zip(rule.theirs, parts, strict=True)}
@@ -233,8 +233,7 @@ class FolderWeights:
 
 def rules_of(model: ModelConfig, family: Family, index: int) -> list[WeightRule]:
     """Return the rules of the weights of a pipeline layer."""
-    parameters = (name for name, _ in meta_layer(model, index).named_parameters())
-    return layer_rules(model, family.names(model), index, parameters)
+    return layer_rules(model, family.names(model), index, meta_layer(model, index).state_dict())
 
 
 def meta_layer(model: ModelConfig, index: int) -> nn.Module:

@@ -91,7 +91,7 @@ def _first_step(folder: Path, flags: str) -> Step:
 
     with patch.object(trainer_engine, "build_optimizer", optimizer):
         engine = trainer_engine.build_engine(run_of(folder, flags))
-    loss = engine.train_batch(iter(batches())).item()
+    loss = engine.train_batch(iter(batches()[engine.replica :: engine.dp_world_size])).item()
     seen, gradients, cuts = engine.optimizer.seen, {}, {}
     for name, parameter in engine.module.named_parameters():
         layer, _, rest = name.replace("tied_modules.embedding", "0").partition(".")

@@ -22,10 +22,11 @@ from tests.distributed import run_distributed
 from tests.huggingface.folder_runs import PP2, TP2, Step, batches, first_steps
 
 pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 from tests.huggingface.tiny import TINY, tiny_model
 
 TOLERANCE = 1e-5
+WITH_EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"]
 TRAINED = [
     *("gpt2", "llama", "llama-tied-biased-wide-heads", "llama-3.1", "llama-yarn", "mistral", "qwen2", "qwen2-windows"),
     *("qwen3", "gemma", "gemma2", "gemma3", "gemma3-scaled", "phi3", "olmo2", "smollm3", "granite", "gpt_neox"),
@@ -43,7 +44,7 @@ SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "ph
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each tiny model, in files of some tensors each."""
     made = {}
-    for name in TRAINED:
+    for name in TRAINED + WITH_EXPERTS:
         made[name] = tmp_path_factory.mktemp(name)
         tiny_model(name).save_pretrained(made[name], max_shard_size="40KB")
     return made
@@ -61,8 +62,14 @@ def on_two_tensor_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
     return _steps(folders, SHARED_BY_TENSOR_RANKS, TP2)
 
 
+@pytest.fixture(scope="module")
+def on_two_expert_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
+    """The first step of models with experts on two stages, in each of which two replicas share the experts."""
+    return _steps(folders, WITH_EXPERTS, f"{PP2} --expert-model-parallel-size 2", ranks=4)
+
+
 def test_every_family_is_trained() -> None:
-    assert {TINY[name][0] for name in TRAINED} == FAMILIES.keys()
+    assert {TINY[name][0] for name in TRAINED + WITH_EXPERTS} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -79,8 +86,15 @@ def test_two_tensor_ranks_with_four_token_slices(
     _check(name, folders[name], on_two_tensor_ranks[name])
 
 
-def _steps(folders: dict[str, Path], names: list[str], flags: str) -> dict[str, list[Step]]:
-    by_rank = run_distributed(first_steps, 2, [folders[name] for name in names], flags)
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_two_stages_and_two_expert_ranks_with_four_token_slices(
+    folders: dict[str, Path], on_two_expert_ranks: dict[str, list[Step]], name: str
+) -> None:
+    _check(name, folders[name], on_two_expert_ranks[name])
+
+
+def _steps(folders: dict[str, Path], names: list[str], flags: str, ranks: int = 2) -> dict[str, list[Step]]:
+    by_rank = run_distributed(first_steps, ranks, [folders[name] for name in names], flags)
     return {name: [steps[index] for steps in by_rank] for index, name in enumerate(names)}
 
 
@@ -88,18 +102,27 @@ def _check(name: str, folder: Path, steps: list[Step]) -> None:
     theirs = tiny_model(name)
     loss = _loss(theirs)
     loss.backward()
-    assert [step.loss for step in steps] == [pytest.approx(loss.item(), rel=TOLERANCE)] * 2
+    assert [step.loss for step in steps] == [pytest.approx(loss.item(), rel=TOLERANCE)] * len(steps)
     family, model = read_model(folder, "--load")
     found = _as_theirs(family, model, steps)
-    # Its files have an older name for the output layer of GPT-NeoX.
-    output = family.names(model).output
-    expected = {key.replace("lm_head.", f"{output}."): each.grad for key, each in theirs.named_parameters()}
+    expected = _gradients_by_names_of_files(theirs, folder.with_name(f"{folder.name}-gradients"))
     assert found.keys() == expected.keys()
     for key, gradient in found.items():
         error = (gradient - expected[key]).norm() / expected[key].norm().clamp(min=1e-12)
         # A bias of keys moves all scores of a query alike: its gradient is only rounding.
         negligible = expected[key].norm() < 1e-6
         assert negligible or error < TOLERANCE, f"{key}: {error}"
+
+
+def _gradients_by_names_of_files(theirs: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Save the gradients as if they were weights: in files, experts are apart, and some tensors have older names."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(folder)
+    without = {name for name, _ in theirs.named_buffers()}
+    saved = safetensors_torch.load_file(folder / "model.safetensors")
+    return {name: gradient for name, gradient in saved.items() if name not in without}
 
 
 def _loss(theirs: Any) -> torch.Tensor:
@@ -113,10 +136,13 @@ def _as_theirs(family: Family, model: ModelConfig, steps: list[Step]) -> dict[st
         parts = [step.gradients[layer, name] for step in steps if (layer, name) in step.gradients]
         cut = next(step.cuts[layer, name] for step in steps if (layer, name) in step.cuts)
         shape = dict(meta_layer(model, layer).named_parameters())[name].shape
-        # A stage has the whole gradient, of a tied weight both stages have it; a tensor-parallel rank has its part.
+        # A stage has the whole gradient, of a tied weight both stages have it; a tensor- or expert-parallel rank has its
+        # part.
         gradient = parts[0] if parts[0].shape == shape else np.concatenate(parts, cut)
         whole.setdefault(layer, {})[name] = torch.from_numpy(gradient)
     theirs: dict[str, torch.Tensor] = {}
     for layer, gradients in whole.items():
-        theirs |= split_layer(rules_of(model, family, layer), gradients)
+        # A bias that routers only choose by has no gradient.
+        rules = [rule for rule in rules_of(model, family, layer) if rule.ours in gradients]
+        theirs |= split_layer(rules, gradients)
     return theirs
