@@ -65,7 +65,9 @@ def on_two_tensor_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
 @pytest.fixture(scope="module")
 def on_two_expert_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
     """The first step of models with experts on two stages, in each of which two replicas share the experts."""
-    return _steps(folders, WITH_EXPERTS, f"{PP2} --expert-model-parallel-size 2", ranks=4)
+    return _steps(
+        folders, WITH_EXPERTS, f"{PP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", ranks=4
+    )
 
 
 def test_every_family_is_trained() -> None:
