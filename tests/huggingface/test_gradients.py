@@ -23,7 +23,7 @@ from tests.huggingface.folder_runs import PP2, TP2, Step, batches, first_steps
 
 pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
-from tests.huggingface.tiny import TINY, tiny_model
+from tests.huggingface.tiny import TINY, tiny_model  # noqa: E402
 
 TOLERANCE = 1e-5
 WITH_EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"]
@@ -138,8 +138,7 @@ def _as_theirs(family: Family, model: ModelConfig, steps: list[Step]) -> dict[st
         parts = [step.gradients[layer, name] for step in steps if (layer, name) in step.gradients]
         cut = next(step.cuts[layer, name] for step in steps if (layer, name) in step.cuts)
         shape = dict(meta_layer(model, layer).named_parameters())[name].shape
-        # A stage has the whole gradient, of a tied weight both stages have it; a tensor- or expert-parallel rank has its
-        # part.
+        # A stage has the whole gradient, of a tied weight both have it; a tensor- or expert-parallel rank has its part.
         gradient = parts[0] if parts[0].shape == shape else np.concatenate(parts, cut)
         whole.setdefault(layer, {})[name] = torch.from_numpy(gradient)
     theirs: dict[str, torch.Tensor] = {}
