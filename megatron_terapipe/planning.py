@@ -9,7 +9,7 @@ because it loads numpy and solvers, and not every run needs them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, UserError
@@ -247,9 +247,30 @@ def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | N
 
 def expert_exchange(config: Config) -> ExpertExchange:
     """Return how tokens reach the experts of other ranks."""
-    if not config.model.has_experts or config.parallel.expert_model_parallel_size == 1:
+    if config.parallel.expert_model_parallel_size == 1:
         return ExpertExchange.NONE
     return ExpertExchange(config.model.moe_token_dispatcher_type)
+
+
+def with_dispatcher(config: Config, data_parallel_size: int) -> Config:
+    """Return the configuration with the faster dispatcher for `--moe-token-dispatcher-type auto`; others as they are.
+
+    Both are priced as the search prices them: bytes by class of link, rows that are held for nothing, and the wait.
+    """
+    if config.model.moe_token_dispatcher_type != AUTO or config.parallel.expert_model_parallel_size == 1:
+        return config
+
+    def with_type(dispatcher: Literal["alltoall", "allgather"]) -> Config:
+        return replace(config, model=replace(config.model, moe_token_dispatcher_type=dispatcher))
+
+    def seconds(tried: Config) -> float:
+        """Seconds of the ops of a micro-batch on all stages."""
+        strategy = Strategy.of_config(tried, data_parallel_size)
+        priced = cost_model_of(tried, strategy.world_size)
+        placed = priced.placed(strategy)
+        return float(priced.stage_ops(placed)[:2].sum())  # forwards and backwards
+
+    return min(with_type("alltoall"), with_type("allgather"), key=seconds)
 
 
 def check_schedule(
@@ -404,11 +425,10 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
     replicas = layout.data_parallel_size
     evaluated = config.evaluation_batch(replicas).num_micro_batches
     check_num_ops(config.parallel.pipeline(max(config.num_micro_batches(replicas), evaluated)))
-    if config.parallel.token_slices != AUTO:
-        return PlannedRun(config, layout)
-    finds_stages = config.parallel.stage_partition == AUTO
-    config = with_found_token_slices(config, layout.data_parallel_size)
-    return PlannedRun(config, config.parallel.layout(world_size), found_token_slices=True, found_stages=finds_stages)
+    finds_slices = config.parallel.token_slices == AUTO
+    finds_stages = finds_slices and config.parallel.stage_partition == AUTO
+    config = with_dispatcher(with_found_token_slices(config, replicas), replicas)
+    return PlannedRun(config, config.parallel.layout(world_size), finds_slices, finds_stages)
 
 
 def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None:

@@ -24,7 +24,14 @@ from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.data.tokenizer import build_tokenizer
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning import Ranks, best_strategy, machine_in_words, named_cluster, slots_of_hosts
+from megatron_terapipe.planning import (
+    Ranks,
+    best_strategy,
+    expert_exchange,
+    machine_in_words,
+    named_cluster,
+    slots_of_hosts,
+)
 from megatron_terapipe.strategy import DIMENSIONS, FoundStrategy, Strategy
 from megatron_terapipe.training.run import Run, vocab_size_of
 
@@ -172,19 +179,22 @@ def check_agreement(run: Run) -> None:
         ConfigError: on every rank, if two differ.
     """
     parallel = run.config.parallel
-    if not (run.found_token_slices or isinstance(run.schedule, FoundSchedule) or parallel.strategy == AUTO):
+    finds = run.found_token_slices or isinstance(run.schedule, FoundSchedule) or parallel.strategy == AUTO
+    if not finds and run.layout.expert_parallel_size == 1:
         return
-    order = write_schedule(rank_orders(run.schedule, run.pipeline))
-    text = f"{run.layout}\n{run.config.batch}\n{parallel.token_slices}\n{parallel.stage_partition}\n{order}"
+    order = write_schedule(rank_orders(run.schedule, run.pipeline)) if finds else ""
+    slices, exchange = f"{parallel.token_slices}\n{parallel.stage_partition}", expert_exchange(run.config)
+    text = f"{run.layout}\n{run.config.batch}\n{slices}\n{exchange}\n{order}"
     mine = sha256(text.encode()).hexdigest()
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     if len(set(found)) > 1:
         other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
         raise ConfigError(
-            f"rank {other} found another strategy, other token slices or another schedule than rank 0: install the "
-            "same releases of numpy, numba and scipy everywhere, and the same files for --cluster, --op-profile and "
-            "--load, or give --strategy a file, --token-slices a list and --pipeline-schedule a file"
+            f"rank {other} found another strategy, other token slices, another schedule or another token dispatcher "
+            "than rank 0: install the same releases of numpy, numba and scipy everywhere, and the same files for "
+            "--cluster, --op-profile and --load, or give --strategy a file, --token-slices a list, --pipeline-schedule "
+            "a file and --moe-token-dispatcher-type a name"
         )
 
 

@@ -3,13 +3,17 @@
 from itertools import pairwise
 from pathlib import Path
 
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.plan.programs.lowering import Proof
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, interleaved
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
+from megatron_terapipe.config.experts import few_tokens
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.planning import machine_in_words
+from megatron_terapipe.planning import expert_exchange, machine_in_words
 from megatron_terapipe.training.auto_plan import absent_files, without_files
 from megatron_terapipe.training.run import Run, prepare
 
@@ -39,6 +43,7 @@ def rows_of_run(run: Run) -> dict[str, str]:
         f"{layout.tensor_parallel_size} tensor x "
         f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
         "stages": _stages(run),
+        **_experts(run),
         "token slices": f"{pipeline.num_token_slices} of {lengths}{found * run.found_token_slices}",
         "schedule": f"{parallel.pipeline_schedule}, {_number(pipeline.num_micro_batches, 'micro-batch', 'es')} of "
         f"{_number(batch.micro_batch_size, 'sequence')} on each replica{' at most' * varies}"
@@ -62,8 +67,8 @@ def start_of_log(run: Run) -> list[str]:
 
 
 def warnings_of_run(run: Run) -> list[str]:
-    """Return warnings: checkpoints in other directories, other tokenizers, and no iterations to train."""
-    config, lines = run.config.checkpoint, []
+    """Return warnings: few tokens of experts, other checkpoint directories, other tokenizers, nothing to train."""
+    config, lines = run.config.checkpoint, _few_tokens(run)
     if config.load is not None and run.checkpoint is None and not _same(config.load, config.save):
         lines.append(
             f"warning: --load {config.load} has no checkpoint, and training starts from new weights: correct the path "
@@ -96,6 +101,30 @@ def warnings_of_run(run: Run) -> list[str]:
             f"no iterations to train: {run.start.iteration} of {run.train_iters} are done; raise --train-iters"
         )
     return lines
+
+
+def _experts(run: Run) -> dict[str, str]:
+    """Return the row of experts, with the waits of hosts for exchanges; empty without experts."""
+    model, ranks = run.config.model, run.layout.expert_parallel_size
+    if not model.has_experts:
+        return {}
+    number = sum(model.layers_of_experts(model.num_layers))
+    text = f"{model.num_experts}, {model.moe_router_topk} for each token, in {_number(number, 'layer')}"
+    proofs = run.simulated_schedule.proven.values()
+    waits = Proof(False, all(proof.under_ops for proof in proofs)).waits(expert_exchange(run.config))
+    return {"experts": text if waits is None else f"{text}; on {ranks} expert-parallel ranks by {waits}"}
+
+
+def _few_tokens(run: Run) -> list[str]:
+    """Return the warning of few tokens for each expert, for a run on accelerators or a dry run."""
+    config, layout = run.config, run.layout
+    if get_accelerator().device_name() == "cpu" and not config.training.dry_run:
+        return []
+    of_rank = layout.sequence_parallel_size * layout.tensor_parallel_size
+    count = run.pipeline.num_token_slices
+    tokens = config.batch.micro_batch_size * config.model.seq_length / count * layout.expert_parallel_size / of_rank
+    line = few_tokens(config.model, tokens, count)
+    return [] if line is None else [f"warning: {line}"]
 
 
 def _number(number: int, thing: str, plural: str = "s") -> str:

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
+from megatron_terapipe.config.experts import few_tokens
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning import check_schedule, host_copies, pipeline_schedule
+from megatron_terapipe.planning import check_schedule, expert_exchange, host_copies, pipeline_schedule
 
 REQUIRED = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
@@ -50,6 +52,42 @@ def test_the_pipeline_of_a_run() -> None:
     words = "--num-model-chunks 2 --pipeline-schedule optimised --model-chunk-placement v --num-token-slices 3"
     assert parse(words).parallel.pipeline(5) == PipelineShape(4, 5, 3, 2, Placement.V)
     assert parse("").parallel.pipeline() == PipelineShape(2, 1)
+
+
+EXPERTS = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type "
+
+
+@pytest.mark.parametrize(
+    ("words", "exchange", "under_ops"),
+    [
+        ("", "none", True),
+        ("--num-experts 8", "none", True),
+        (EXPERTS + "allgather --num-model-chunks 2", "allgather", True),
+        (EXPERTS + "alltoall", "alltoall", True),
+        (EXPERTS + "alltoall --num-model-chunks 2", "alltoall", False),
+    ],
+)
+def test_waits_for_sizes_are_proven_before_a_run(words: str, exchange: str, under_ops: bool) -> None:
+    config = parse(f"--num-token-slices 2 {words}")
+    schedule = SimulatedSchedule.of(pipeline_schedule(config, 2))
+    assert expert_exchange(config) == exchange
+    assert check_schedule(schedule, config, [1]) is None
+    assert [proof.under_ops for proof in schedule.proven.values()] == [under_ops]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "remedy"),
+    [
+        (1024, 4, None),
+        (1023, 4, "take 3 token slices or fewer"),
+        (256, 4, "take one token slice, or larger micro-batches"),
+        (128, 1, "take larger micro-batches, or more expert-parallel ranks"),
+    ],
+)
+def test_few_tokens_of_an_expert_are_named(tokens: int, count: int, remedy: str | None) -> None:
+    line = few_tokens(parse("--num-experts 8 --moe-router-topk 2").model, tokens, count)
+    assert line is None if remedy is None else line is not None and line.endswith(f"fewer than 256: {remedy}")
+    assert few_tokens(parse("").model, 1, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,13 @@ from deepspeed_ext.plan.programs.device import (
     num_streams,
 )
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering, lower, lowering_costs
+from deepspeed_ext.plan.programs.lowering import (
+    SimulatedSchedule,
+    _lower_all,
+    check_lowering,
+    lower,
+    lowering_costs,
+)
 from deepspeed_ext.plan.programs.program import (
     COMPUTES,
     MESSAGE_CTAS,
@@ -252,7 +258,7 @@ WAITS = Device(exchange=ExpertExchange.ALLTOALL)
 
 
 def test_forwards_may_drain_on_all_ranks_for_the_sizes_of_exchanges():
-    """Programs that would lock send their messages between ops; no schedule with a name is refused."""
+    """Programs that would lock send their messages between ops (the table of ADR 47); none with a name is refused."""
     shapes = [
         PipelineShape(ranks * chunks, micro_batches, token_slices, chunks, placement)
         for ranks, micro_batches, token_slices, chunks in product((2, 3, 4), (1, 2, 3), (1, 2, 3), (1, 2, 3))
@@ -260,26 +266,28 @@ def test_forwards_may_drain_on_all_ranks_for_the_sizes_of_exchanges():
         if ranks * micro_batches * token_slices * chunks <= 24
     ]
     evaluation = SimulatedSchedule(forward_order, complete=False)
-    found = Counter[str]()
+    tried, between_ops, early = Counter[str](), Counter[str](), 0
     for shape in shapes:
-        chunked = shape.num_model_chunks > 1
-        for name in WITH_MODEL_CHUNKS if chunked else SCHEDULES:
-            if shape.placement is Placement.V and schedule_named(name) is interleaved:
+        chunked, v = shape.num_model_chunks > 1, shape.placement is Placement.V
+        for name in ["evaluation", *(WITH_MODEL_CHUNKS if chunked else SCHEDULES)]:
+            if name == "interleaved" and v:
                 continue
-            schedule = SimulatedSchedule(schedule_named(name))
+            schedule = evaluation if name == "evaluation" else SimulatedSchedule(schedule_named(name))
             proof = check_lowering(schedule, shape, WAITS)
-            assert proof.under_ops or (chunked and shape.placement is Placement.LOOPED)
-            found["between ops"] += not proof.under_ops
+            assert proof.under_ops or (chunked and not v)
+            tried[name] += chunked and not v
+            between_ops[name] += not proof.under_ops
+            messages = schedule.spans(shape)
+            programs, settled = (_lower_all(messages, shape, None, under_ops=each) for each in (True, False))
             for queues in (None, 1):
                 drains = replace(WAITS, drains=Drains.FORWARDS, hardware_queues=queues)
-                programs = lower(schedule, shape, under_ops=proof.under_ops, device=drains)
-                assert proof.under_ops or is_locked(lower(schedule, shape), shape, drains)
-            found["posted early"] += is_locked(with_early_posts(programs, shape), shape, drains)
-        queues = replace(WAITS, hardware_queues=1)
-        of_queues, proof = (check_lowering(evaluation, shape, device) for device in (queues, WAITS))
-        assert of_queues == proof
-        found["evaluations between ops"] += not proof.under_ops
-    assert found["between ops"] > 10 and found["posted early"] > 10 and found["evaluations between ops"] > 5
+                assert is_locked(programs, shape, drains) is not proof.under_ops
+                assert not is_locked(settled, shape, replace(drains, drains=Drains.ALL_RANKS))
+            early += name == "gpipe" and is_locked(with_early_posts(programs, shape), shape, drains)
+    assert early > 10
+    looped = {"evaluation": 9, "gpipe": 9, "interleaved": 9, "breadth-first": 6}
+    assert tried == dict.fromkeys(looped, 31) | {"1f1b": 0, "zero-bubble": 0}
+    assert between_ops == looped | {"1f1b": 0, "zero-bubble": 0}
 
 
 def copies_lock(copies: list[list[Program]], shape: PipelineShape, device: Device) -> bool:
