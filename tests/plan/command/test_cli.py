@@ -194,7 +194,9 @@ def test_a_schedule_that_shared_hardware_queues_lock_is_not_free_of_deadlock(cap
     waits = "alltoall: all hosts of a stage wait in every forward for the sizes"
     for dispatcher, tail in (("allgather", "allgather: no host waits\n"), ("alltoall", f"{waits}\n")):
         assert printed(f"{words} 32 --moe-token-dispatcher-type {dispatcher}").endswith(tail)
-    between = "--schedule gpipe --stages 2 --model-chunks 2 --micro-batches 1 --token-slices 2 --moe-token-dispatcher-type"
+    between = (
+        "--schedule gpipe --stages 2 --model-chunks 2 --micro-batches 1 --token-slices 2 --moe-token-dispatcher-type"
+    )
     assert f"{waits}, so messages travel between ops: " in printed(f"{between} alltoall")
     assert main([*words.split(), "1"]) == 1
     assert capsys.readouterr().out.endswith("14 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32\n")
