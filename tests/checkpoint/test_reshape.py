@@ -1,7 +1,9 @@
 """A run continues from a checkpoint that another layout saved, as if it had always had its own layout."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,16 +44,16 @@ MODEL_CHUNKS_ZERO_1 = Way("pp2, v2, ZeRO 1", 2, f"{_FOUR} --num-model-chunks 2 -
 FOUR_ZERO_1 = Way("pp2, zero bubble, ZeRO 1", 2, f"{_FOUR} --pipeline-schedule zero-bubble --num-token-slices 4")
 FOUR_DATA = Way("dp2, four layers", 2, "--num-layers 4 --zero-stage 0")
 _UNTIED = "--untie-embeddings-and-output-weights"
+# By default each rank searches for a schedule, which takes seconds.
+_IN_PARTS = f"{_UNTIED} --vocabulary-stages --pipeline-schedule gpipe"
 VOCABULARY_STAGES = Way(
-    "pp2, vocabulary stages", 2, f"{_UNTIED} --pipeline-model-parallel-size 2 --vocabulary-stages --num-token-slices 2"
+    "pp2, vocabulary stages", 2, f"{_IN_PARTS} --pipeline-model-parallel-size 2 --num-token-slices 2"
 )
 UNTIED_TENSOR = Way("tp2, untied", 2, f"{_UNTIED} --tensor-model-parallel-size 2")
-EVERYTHING_IN_PARTS = Way(
-    "tp2, pp2, vocabulary stages", 4, f"{EVERYTHING.flags} {_UNTIED} --vocabulary-stages --pipeline-schedule gpipe"
-)
+EVERYTHING_IN_PARTS = Way("tp2, pp2, vocabulary stages", 4, f"{EVERYTHING.flags} {_IN_PARTS}")
 
 CHAINS: dict[str, tuple[Way, ...]] = {
-    "whole and partitioned": (ONE, ONE, PIPELINE, ONE_ZERO_1, PIPELINE_ZERO_1),
+    "whole and partitioned": (ONE, ONE, ONE_ZERO_1, PIPELINE, PIPELINE_ZERO_1),
     "ends alone": (ENDS_ALONE, PIPELINE),
     "tensor parallel": (TENSOR, DATA_ZERO_1, ONE),
     "sequence": (SEQUENCE_ZERO_1, TENSOR, PIPELINE_ZERO_1, DATA_ZERO_1),
@@ -73,24 +75,17 @@ without interruption, no layout of the chain has lost a bit while loading or sav
 Ranks = list[Outcome]
 
 
-class _Workbench:
-    """Performs tasks, those of one world size in one launch."""
+def _tasks(name: str, folder: Path) -> Iterator[tuple[int, Task]]:
+    """The links of a chain, and what they perform: 0 the run without interruption, the last the first layout again.
 
-    def __init__(self) -> None:
-        self._queue: dict[Any, Task] = {}
-
-    def add(self, key: Any, task: Task) -> None:
-        self._queue[key] = task
-
-    def work(self) -> dict[Any, Ranks]:
-        """Perform the tasks, and return the outcome of each on every rank."""
-        outcomes: dict[Any, Ranks] = {}
-        for world_size in {task.way.world_size for task in self._queue.values()}:
-            keys = [key for key, task in self._queue.items() if task.way.world_size == world_size]
-            ranks = run_distributed(perform, world_size, [self._queue[key] for key in keys])
-            outcomes |= {key: [rank[number] for rank in ranks] for number, key in enumerate(keys)}
-        self._queue.clear()
-        return outcomes
+    Link -1 is the first layout without the state of the optimizer.
+    """
+    chain = CHAINS[name]
+    for link, way in enumerate((*chain, chain[0])):
+        load, save = (folder / f"{name} {number}" for number in (link - 1, link))
+        yield link, Task(way, load if link else None, save if link < len(chain) else None, 0 if link else BEFORE)
+    if (name, chain[0]) in FORGETFUL:
+        yield -1, Task(replace(chain[0], flags=f"{chain[0].flags} --no-load-optim"), folder / f"{name} 0", None)
 
 
 FORGETFUL = [("whole and partitioned", ONE), ("sgd", SGD_DATA)]
@@ -99,23 +94,28 @@ FORGETFUL = [("whole and partitioned", ONE), ("sgd", SGD_DATA)]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Ranks]:
-    """Outcomes of all ranks by chain and link: 0 is the run without interruption, the last link the first layout again.
+    """Outcomes of all ranks by chain and link.
 
-    Link -1 is the first layout without the state of the optimizer.
+    A launch performs all links of its world size that can follow, but for the last ones: new processes, which have
+    nothing but the files, compare with the run without interruption.
     """
-    folder, bench, found = tmp_path_factory.mktemp("saved"), _Workbench(), {}
-    for link in range(1 + max(map(len, CHAINS.values()))):
-        for name, chain in CHAINS.items():
-            load, save = (folder / f"{name} {number}" for number in (link - 1, link))
-            if link == 0:
-                bench.add((name, 0), Task(chain[0], None, save, BEFORE))
-            elif link <= len(chain):
-                bench.add((name, link), Task((*chain, chain[0])[link], load, None if link == len(chain) else save))
-        for name, way in FORGETFUL if link == 1 else ():
-            forgetful = replace(way, flags=f"{way.flags} --no-load-optim")
-            bench.add((name, -1), Task(forgetful, folder / f"{name} 0", None))
-        found |= bench.work()
-    return found
+    folder, found = tmp_path_factory.mktemp("saved"), {}
+    left = {name: list(_tasks(name, folder)) for name in CHAINS}
+    for world_size in cycle((4, 1, 2)):
+        batch = []
+        for name, links in left.items():
+            started = len(batch)
+            while links and links[0][1].way.world_size == world_size:
+                if links[0][0] == len(CHAINS[name]) and len(batch) > started:
+                    break
+                number, task = links.pop(0)
+                batch.append(((name, number), task))
+        if batch:
+            ranks = run_distributed(perform, world_size, [task for _, task in batch])
+            found |= {key: [rank[number] for rank in ranks] for number, (key, _) in enumerate(batch)}
+        if not any(left.values()):
+            return found
+    raise AssertionError
 
 
 def _tolerance(chain: tuple[Way, ...]) -> float:
