@@ -37,7 +37,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of some iterations: losses, the same on every rank, and this rank's weights."""
+    """Results of some iterations: losses, the same on every rank, and this rank's weights and buffers."""
 
     losses: list[float]
     weights: dict[str, np.ndarray]
@@ -76,7 +76,7 @@ def _perform(task: Task) -> Outcome:
     losses = [
         engine.train_batch(iter(batches(step, data_rank, run.layout.data_parallel_size))).item() for step in steps
     ]
-    weights = {name: each.detach().double().numpy() for name, each in engine.module.named_parameters()}
+    weights = {name: each.double().numpy() for name, each in engine.module.state_dict().items()}
     return Outcome(losses, weights, engine.optimizer.cur_scale if engine.fp16_enabled() else None)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.checkpoint.runs import BEFORE, Outcome, Task, Way, perform
 from tests.distributed import run_distributed
@@ -51,6 +52,28 @@ VOCABULARY_STAGES = Way(
 )
 UNTIED_TENSOR = Way("tp2, untied", 2, f"{_UNTIED} --tensor-model-parallel-size 2")
 EVERYTHING_IN_PARTS = Way("tp2, pp2, vocabulary stages", 4, f"{EVERYTHING.flags} {_IN_PARTS}")
+_EXPERTS = (
+    "--num-experts 4 --moe-layer-freq [0,1,1] --swiglu --ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16"
+    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
+    " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
+)
+_TENSOR_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+EXPERTS_DATA = Way("dp2, ep2, ZeRO 1", 2, f"{_EXPERTS} --expert-model-parallel-size 2 --num-token-slices 2")
+EXPERTS_ONE = Way("one rank, experts", 1, f"{_EXPERTS} --zero-stage 0")
+EXPERTS_TENSOR = Way("tp2, dp2, ep4, ZeRO 1", 4, f"{_EXPERTS} {_TENSOR_2} --expert-model-parallel-size 4")
+EXPERTS_COPIES = Way(
+    "sp2, dp2, ep2", 4, f"{_EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2 --zero-stage 0"
+)
+EXPERTS_PIPELINE = Way(
+    "tp2, pp2, ep2",
+    4,
+    f"{_EXPERTS} {_TENSOR_2} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --zero-stage 0"
+    " --num-token-slices 2",
+)
+EXPERTS_WHOLE = Way("tp2, experts of each whole, ZeRO 1", 2, f"{_EXPERTS} {_TENSOR_2}")
+BF16_EXPERTS = Way("bf16, dp2, ep2", 2, f"{_EXPERTS} --bf16 --expert-model-parallel-size 2")
+BF16_EXPERTS_TENSOR = Way("bf16, tp2, ep2", 2, f"{_EXPERTS} --bf16 {_TENSOR_2} --expert-model-parallel-size 2")
+FP16_EXPERTS = Way("fp16, pp2, experts", 2, f"{_EXPERTS} --fp16 --pipeline-model-parallel-size 2")
 
 CHAINS: dict[str, tuple[Way, ...]] = {
     "whole and partitioned": (ONE, ONE, ONE_ZERO_1, PIPELINE, PIPELINE_ZERO_1),
@@ -64,6 +87,8 @@ CHAINS: dict[str, tuple[Way, ...]] = {
     "swiglu": (TENSOR_ZERO_1, TENSOR_ZERO_1, ONE_SWIGLU),
     "model chunks": (MODEL_CHUNKS, FOUR_ZERO_1, MODEL_CHUNKS_ZERO_1, FOUR_DATA),
     "decoupled": (DECOUPLED_PIPELINE, DECOUPLED_DATA),
+    "experts": (EXPERTS_COPIES, EXPERTS_TENSOR, EXPERTS_ONE, EXPERTS_DATA, EXPERTS_WHOLE, EXPERTS_PIPELINE),
+    "bf16 experts": (BF16_EXPERTS, FP16_EXPERTS, BF16_EXPERTS_TENSOR),
     "vocabulary stages": (VOCABULARY_STAGES, UNTIED_TENSOR, EVERYTHING_IN_PARTS),
 }
 """Layouts through which a run passes: each loads the checkpoint of the one before, and the first that of the last.
@@ -136,6 +161,11 @@ def test_the_first_layout_continues_bit_for_bit(outcomes: dict[tuple[str, int], 
         assert (mine.losses, mine.loss_scale) == (theirs.losses, theirs.loss_scale)
         assert mine.weights.keys() == theirs.weights.keys()
         assert [each for each in mine.weights if not np.array_equal(mine.weights[each], theirs.weights[each])] == []
+
+
+def test_the_bias_of_experts_stays_in_fp32(outcomes: dict[tuple[str, int], Ranks]) -> None:
+    bias = outcomes["bf16 experts", len(CHAINS["bf16 experts"])][0].weights["3.mlp.router.expert_bias"]
+    assert (torch.from_numpy(bias).bfloat16().double().numpy() != bias).any()
 
 
 @pytest.mark.parametrize("name", [name for name, _ in FORGETFUL])
