@@ -52,11 +52,13 @@ class Pairs:
         Args:
             chosen_TK: int64; from `num_experts` on for no expert of this rank.
         """
-        order_R = chosen_TK.flatten().argsort(stable=True)
+        expert_R, order_R = chosen_TK.flatten().sort(stable=True)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)[:num_experts]
-        return cls(order_R, place_R.view_as(chosen_TK), counts_E.cumsum(0).int())
+        # Not by `bincount`, for whose size the host would wait.
+        numbers_E = torch.arange(num_experts, device=expert_R.device)
+        ends_E = torch.searchsorted(expert_R, numbers_E, right=True, out_int32=True)
+        return cls(order_R, place_R.view_as(chosen_TK), ends_E)
 
     @property
     def counts_E(self) -> Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +26,7 @@ from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
 from deepspeed_ext.runtime.executor import METHODS
 from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.model import experts
 from megatron_terapipe.training.build_engine import build_engine
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, batches, run_of
@@ -36,6 +38,10 @@ LLAMA = (
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PACKED = "--reset-position-ids --reset-attention-mask"
+EXPERTS = (
+    "--num-experts 4 --swiglu --disable-bias-linear --moe-shared-expert-intermediate-size 16"
+    " --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01"
+)
 CUT = "--num-token-slices 3 --token-slices 9,15,8"
 WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
 SETUPS = {
@@ -48,10 +54,22 @@ SETUPS = {
     "llama, packed, dropout, stages recomputed": Setup(
         flags=f"{CUT} {LLAMA} {PACKED} {DROPOUT} --recompute-granularity stage"
     ),
+    "experts": Setup(flags=f"{CUT} {EXPERTS} --moe-expert-capacity-factor 1 --moe-input-jitter-eps 0.1"),
+    "experts, packed, stages recomputed": Setup(
+        flags=f"{CUT} {EXPERTS} {PACKED} --recompute-granularity stage"
+        " --moe-router-load-balancing-type document_aux_loss"
+    ),
     "norms of heads, scaled rotations": Setup(flags=CUT, family="qwen"),
 }
 
-LOOKS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"}
+LOOKS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::equal",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::bincount",
+}
 """Operations that the host waits for: it needs a value, or the size of the result depends on values."""
 
 MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
@@ -112,10 +130,23 @@ def _kernel(query: Tensor, window: int | None, softcap: float | None) -> Attenti
     return CudaFlash(window) if softcap is None else PlainAttention(window=window, softcap=softcap)
 
 
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """The kernel of a CUDA device for the products of all experts, which takes bf16 only."""
+    return _GROUPED_MM(left.bfloat16(), right.bfloat16(), offs=offs).to(left.dtype)
+
+
+_GROUPED_MM = F.grouped_mm
+
+
 def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     """Where host and device meet in a step of an engine: kind of instruction, and operation."""
     engine = build_engine(run_of(setup))
     engine.module.to(DEVICE)
+    tallies = engine._tallies
+    if tallies.any:
+        tallies._step = tallies._step.to(DEVICE)
+        for layer, row in zip(tallies._layers, tallies._step, strict=True):
+            layer.counted_in_step, layer.values_in_step = row.split(tallies._extent)
     engine._executor._device = engine._links.device = DEVICE
     engine.set_dataiterator(iter(loaded(each) for each in batches(setup, 0)))
     engine.module.train()
@@ -129,9 +160,11 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
         found[at[-1].kind.value, what] += 1
 
     kernels = patch.multiple(sequence_state, kernel_for=_kernel, kernel_of_runs_for=lambda _, window: CudaFlash(window))
+    grouped = patch.multiple(experts, _has_grouped_products=lambda _: True)
+    in_bf16 = patch.object(F, "grouped_mm", _grouped_mm)
     # Torch does not know of autocast on the meta device.
     autocast = patch.object(torch, "is_autocast_enabled", lambda device_type: False)
-    with kernels, autocast, _Makers(seen), _Copies(seen):
+    with kernels, grouped, in_bf16, autocast, _Makers(seen), _Copies(seen):
         for instruction in schedule.program.instructions:
             at.append(instruction)
             METHODS[instruction.kind](engine._executor, instruction)
@@ -163,8 +196,8 @@ def test_only_loading_copies_to_the_device_and_nothing_waits() -> None:
     assert of_the_loss == {"aten::_to_copy from cpu": 1}, "token counts of all micro-batches"
     for name, found in by_setup.items():
         setup = SETUPS[name]
-        # Tokens, labels, mask; and of packed documents, positions and where they begin and end.
-        tensors = 5 if PACKED in setup.flags else 3
+        # Tokens, labels, mask; of packed documents, positions and where they begin and end; numbers of documents.
+        tensors = (5 if PACKED in setup.flags else 3) + ("document_aux_loss" in setup.flags)
         loading = InstructionKind.LOAD_MICRO_BATCH.value, "aten::_to_copy from cpu"
         assert found == {loading: tensors * setup.micro_batches}, name
 
