@@ -16,7 +16,7 @@ from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
 
-SEQ, VOCAB, ROWS = 16, 257, 8
+SEQ, VOCAB, ROWS = 16, 257, 4
 BEFORE, AFTER = 2, 3
 FLAGS = (
     f"--num-layers 3 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --seq-length {SEQ}"

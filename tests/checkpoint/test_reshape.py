@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.verify import files_to_load
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.inference import WholeModel
 from tests.checkpoint.runs import BEFORE, Outcome, Task, Way, perform
 from tests.distributed import run_distributed
 
@@ -118,13 +123,18 @@ FORGETFUL = [("whole and partitioned", ONE), ("sgd", SGD_DATA)]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Ranks]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[tuple[str, int], Ranks]:
     """Outcomes of all ranks by chain and link.
 
     A launch performs all links of its world size that can follow, but for the last ones: new processes, which have
     nothing but the files, compare with the run without interruption.
     """
-    folder, found = tmp_path_factory.mktemp("saved"), {}
+    found: dict[tuple[str, int], Ranks] = {}
     left = {name: list(_tasks(name, folder)) for name in CHAINS}
     for world_size in cycle((4, 1, 2)):
         batch = []
@@ -161,6 +171,27 @@ def test_the_first_layout_continues_bit_for_bit(outcomes: dict[tuple[str, int], 
         assert (mine.losses, mine.loss_scale) == (theirs.losses, theirs.loss_scale)
         assert mine.weights.keys() == theirs.weights.keys()
         assert [each for each in mine.weights if not np.array_equal(mine.weights[each], theirs.weights[each])] == []
+
+
+@pytest.mark.parametrize("name", ["everything", "experts", "vocabulary stages"])
+def test_the_whole_weights_are_those_of_any_layout(
+    outcomes: dict[tuple[str, int], Ranks], folder: Path, name: str
+) -> None:
+    """Each link but the last has saved the weights that it loaded."""
+    directories = [next((folder / f"{name} {link}").glob("global_step*")) for link in range(len(CHAINS[name]))]
+    model = ModelConfig(**CheckpointInfo.read(directories[0]).model)
+    first, *others = [WholeModel(model).load(directory).state_dict() for directory in directories]
+    for other in others:
+        assert [each for each in first if not torch.equal(first[each], other[each])] == []
+
+
+def test_a_file_of_experts_that_is_missing_is_refused(outcomes: dict[tuple[str, int], Ranks], folder: Path) -> None:
+    for link, missing in ((0, "stage_00-experts_01-optim_states.pt"), (1, "layer_03-experts_03-model_states.pt")):
+        directory = next((folder / f"experts {link}").glob("global_step*"))
+        info = CheckpointInfo.read(directory)
+        (directory / missing).unlink()
+        with pytest.raises(CheckpointError, match=f"lacks {missing}: "):
+            files_to_load(directory, info, ModelConfig(**info.model), weights_only=False)
 
 
 def test_the_bias_of_experts_stays_in_fp32(outcomes: dict[tuple[str, int], Ranks]) -> None:
