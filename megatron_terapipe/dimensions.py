@@ -24,6 +24,9 @@ class Tried(Enum):
     SHARES_OF_HEADS = auto()
     """Divisors of the devices that divide the attention heads, where sequences are long; else 1."""
 
+    SHARES_OF_EXPERTS = auto()
+    """Divisors of the devices that divide the experts of every layer; 1 in a model without experts."""
+
 
 Placed = tuple[int, str]
 """A place among the dimensions in some view, lowest first, and the words there."""
@@ -54,6 +57,8 @@ class Dimension:
     """Values that the search tries without a flag; None = not searched."""
     tried_if_long: tuple[Any, ...] = ()
     """Values that it tries in addition where sequences are long."""
+    optional: bool = False
+    """Whether JSON objects leave it out where it has its default."""
     ranks: bool = False
     """Whether it multiplies the number of ranks."""
     axis: str = ""

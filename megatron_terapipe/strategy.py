@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from math import prod
 from operator import neg
 from typing import Any, NamedTuple, get_type_hints
@@ -103,6 +103,20 @@ class Strategy:
         tie=4,
     )
     """Pipeline ranks."""
+
+    expert_parallel_size: int = dimension(
+        1,
+        setting="expert_model_parallel_size",
+        tried=Tried.SHARES_OF_EXPERTS,
+        optional=True,
+        flag_help=(4, "expert-parallel sizes"),
+        label=(4, "expert-parallel size"),
+        column=(4, "ep"),
+        usual="1",
+        phrase=(4, "ep {}"),
+        tie=19,
+    )
+    """Ranks of a stage that share the experts of each layer; they are among those of the sizes above."""
 
     num_token_slices: int = dimension(
         1,
@@ -324,6 +338,7 @@ class Strategy:
             sequence_parallel_size=self.sequence_parallel_size,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            expert_parallel_size=self.expert_parallel_size,
         )
 
     @property
@@ -403,8 +418,14 @@ class Strategy:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this strategy, every field in it."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        """Return the JSON object of this strategy, every field in it but optional ones at their default."""
+        values = {each.name: getattr(self, each.name) for each in DIMENSIONS}
+        left_out = [each.name for each in DIMENSIONS if each.optional and values[each.name] == each.default]
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if name not in left_out
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of this strategy, by field of the configuration."""
@@ -455,7 +476,7 @@ def strategy_schema(*, whole: bool = False) -> dict[str, Any]:
     """Return the JSON Schema of the objects that `Strategy.from_json` reads."""
     texts = field_texts(Strategy)
     properties = {each.name: each.json_schema() | {"description": texts[each.name]} for each in DIMENSIONS}
-    required = {"required": list(properties)} if whole else {}
+    required = {"required": [each.name for each in DIMENSIONS if not each.optional]} if whole else {}
     return {"type": "object", "properties": properties, **required, "additionalProperties": False}
 
 

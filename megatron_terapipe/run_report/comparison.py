@@ -209,7 +209,7 @@ def _text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-COMPUTE = ("compute_s", "tensor_parallel_s", "head_exchange_s")
+COMPUTE = ("compute_s", "tensor_parallel_s", "head_exchange_s", "expert_exchange_s")
 """Parts of a predicted iteration that are in its ops."""
 
 BUBBLE_POINTS = 0.03
@@ -291,7 +291,7 @@ def _why_time(prediction: Prediction, seconds: float, steps: MeasuredSteps | Non
         yield "the run differs from the priced strategy (see above)"
     if steps is not None:
         busiest = max(spent.busy for spent in steps.comparison.rank_times)
-        compute = sum(predicted.breakdown[name] for name in COMPUTE)
+        compute = sum(predicted.breakdown.get(name, 0.0) for name in COMPUTE)
         yield f"ops of the busiest rank took {time_text(busiest)}, predicted {time_text(compute)}"
 
 

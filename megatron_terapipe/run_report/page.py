@@ -85,7 +85,7 @@ def times(report: RunReport) -> str:
     bars: list[Bar] = []
     if report.prediction is not None:
         parts = report.prediction.predicted.breakdown
-        compute = sum(parts[name] for name in COMPUTE)
+        compute = sum(parts.get(name, 0.0) for name in COMPUTE)
         update = sum(parts[name] for name in ("gradient_reduction_s", "shared_weight_s", "optimizer_s", "fixed_s"))
         waits = (compute, parts["bubble_s"], parts["transfer_s"] + parts["host_copy_s"], 0.0, update)
         total = time_text(report.prediction.predicted.iteration_time_s)

@@ -64,6 +64,7 @@ TIME_NAMES = {
     "compute_s": "compute",
     "tensor_parallel_s": "tensor-parallel collectives",
     "head_exchange_s": "head exchanges",
+    "expert_exchange_s": "exchanges of expert-parallel ranks",
     "host_copy_s": "copies from hosts that come late",
     "bubble_s": "bubbles",
     "transfer_s": "transfers between stages",
@@ -104,12 +105,14 @@ def _layout(entry: Entry) -> list[object]:
 def compare(winner: Entry, other: Entry) -> StrategyComparison:
     """Compare the winner with another strategy."""
     changes = [
-        (words, value_text(winner.strategy[each.name], each.none), value_text(other.strategy[each.name], each.none))
+        (words, value_text(values[0], each.none), value_text(values[1], each.none))
         for each, words in in_places(DIMENSIONS, "label")
-        if winner.strategy[each.name] != other.strategy[each.name]
+        for values in [[entry.strategy.get(each.name, each.default) for entry in (winner, other)]]
+        if values[0] != values[1]
     ]
     first, second = winner.price, other.price
-    saved = [(name, second.breakdown[name] - seconds) for name, seconds in first.breakdown.items()]
+    parts = first.breakdown, second.breakdown
+    saved = [(name, parts[1].get(name, 0.0) - parts[0].get(name, 0.0)) for name in TIME_NAMES]
     worth = _WORTH_LISTING * first.iteration_time_s
     saved = sorted((part for part in saved if abs(part[1]) >= worth), key=lambda part: -abs(part[1]))
     return StrategyComparison(changes, _sentences(first, second, saved))

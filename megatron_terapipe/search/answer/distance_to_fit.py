@@ -89,6 +89,7 @@ def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> l
             problem.partition(rule, grid.layout.pipeline_parallel_size * model_chunks),
             grid.layout.pipeline_parallel_size,
             grid.layout.tensor_parallel_size,
+            grid.layout.expert_parallel_size,
         )
         for order, (_, model_chunks) in enumerate(grid.order)
         for place, rule in enumerate(grid.partition)
@@ -165,7 +166,7 @@ def _shorter(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
     """Yield the question with a half of the sequence, a quarter, ...; nothing for a model that is a list of layers."""
     config, length = problem.workload.config, problem.workload.seq_length
     while config is not None and (length := length // 2) >= LEAST_SEQ_LENGTH:
-        yield length, replace(problem, workload=gpt_workload(replace(config, seq_length=length)))
+        yield length, replace(problem, workload=problem.workload.with_length(length))
 
 
 def _smaller_batches(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:

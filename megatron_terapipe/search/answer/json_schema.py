@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
 from deepspeed_ext.plan.text_files import field_texts
-from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.prediction import OPTIONAL_PARTS, RankMemory, TimeBreakdown
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
 from megatron_terapipe.strategy import strategy_schema
 
@@ -23,7 +23,7 @@ def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[s
     properties |= {name: {"type": "number"} for name in more}
     for name, text in {**texts, **more}.items():
         properties[name]["description"] = text
-    required = list(properties)
+    required = [name for name in properties if name not in OPTIONAL_PARTS]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
@@ -36,7 +36,8 @@ Amount = Annotated[float, Field(ge=0, le=1e40)]
 
 def _whole(kind: type[Any], more: tuple[str, ...], amounts: dict[str, float]) -> dict[str, float]:
     """Return an object that has all fields of a class, and more."""
-    if missing := [name for name in (*(each.name for each in fields(kind)), *more) if name not in amounts]:
+    names = (*(each.name for each in fields(kind)), *more)
+    if missing := [name for name in names if name not in amounts and name not in OPTIONAL_PARTS]:
         raise ValueError(f"{missing[0]} is missing")
     return amounts
 

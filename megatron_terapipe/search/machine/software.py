@@ -81,6 +81,10 @@ class Operators:
     """Rows looked up, and the gradient of the table [hidden state]."""
     exchange: Operator = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
     """Packing and unpacking of the messages of a head exchange [channel of a query, key, value or output]."""
+    routing: Operator = Operator(forward=4, backward=5, forward_kernels=12, backward_kernels=12)
+    """Choice of experts, rows of tokens put in the order of the experts, and their sum [hidden state of a chosen row]."""
+    expert_activation: Operator = Operator(forward=5, backward=8)
+    """Activation function of experts, and the weight of each row [number that it puts out]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,9 @@ class Products:
     accumulates_in_place: bool = False
     """Whether the product of the gradient itself adds to the sum, and these bytes move under it; a look-up then adds
     only to the rows that were used."""
+    expert_accumulation_bytes: float = 0.0
+    """Bytes that each backward moves for a weight after the grouped product of its gradient, where that cannot add to
+    the sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +165,8 @@ class Communication:
     heads."""
     sums_at_once: bool = False
     """Whether parallel attention and MLP are summed in one reduction (`Layer.sums_at_once`)."""
+    overlaps_shared_experts: bool = False
+    """Whether shared experts are computed while tokens travel to their experts, in the forward."""
     reduction_bytes: int | None = None
     """Bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by precision and ZeRO stage
     (`price.step.step_traffic`)."""

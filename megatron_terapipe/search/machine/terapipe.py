@@ -44,6 +44,11 @@ OPERATORS = Operators(
     # Packed in the order of the message, and unpacked: two copies. Queries, keys and values are unpacked one by one,
     # the output at once.
     exchange=Operator(forward=4, backward=4, forward_kernels=3, backward_kernels=3),
+    # `model/experts.py`: tokens copied to their pairs (2), pairs of other ranks' experts set to 0 (2), rows copied to
+    # their choices and added up (3); back the same, in the other order.
+    routing=Operator(forward=7, backward=7, forward_kernels=25, backward_kernels=20),
+    # The gate, the product with the weight of the row, and zeros of pairs of other ranks; computed again in the backward.
+    expert_activation=Operator(forward=9, backward=16, forward_kernels=5, backward_kernels=10),
     # Compiled: one pass over logits finds the largest and the sum of exponentials. Back: gradients take the place of
     # logits in another. The other kernels touch a number of each token.
     loss=Operator(forward=1, backward=2, forward_kernels=13, backward_kernels=12),
@@ -56,7 +61,14 @@ TERAPIPE = Software(
     title="this trainer",
     operators=OPERATORS,
     # The gradient of a weight is added to its sum in fp32, read and written, by the product.
-    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=8, accumulates_in_place=True),
+    # Grouped products of experts put out bf16 (2), which is then added (read 4, write 4).
+    products=Products(
+        forward_kernels=1,
+        backward_kernels=2,
+        accumulation_bytes=8,
+        accumulates_in_place=True,
+        expert_accumulation_bytes=10,
+    ),
     # Torch's own flash attention, in one call, is FlashAttention-2 on Hopper and Blackwell, too: the third must be
     # installed (`attention/flash_kernels.py`). Before Ampere there is only the memory-efficient kernel.
     attention=AttentionCore(

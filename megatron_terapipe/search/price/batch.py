@@ -158,6 +158,7 @@ def round_trip_bound(
 NUMBERS = (
     "tensor_parallel_size",
     "sequence_parallel_size",
+    "expert_parallel_size",
     "micro_batch_size",
     "num_micro_batches",
     "num_token_slices",
@@ -205,14 +206,14 @@ class Replicas(NamedTuple):
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         kinds = placed[0].groups.kinds
         if len(kinds) == 1:
-            tensor, sequence = zip(*(each.groups.layer_links(0) for each in placed), strict=True)
-            links_of_layers = LayerLinks(_columns(tensor), _columns(sequence))
+            links = zip(*(each.groups.layer_links(0) for each in placed), strict=True)
+            links_of_layers = LayerLinks(*map(_columns, links))
             kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, links_of_layers),)
-        links = [model.messages(each)[1] for model, each in zip(models, placed, strict=True)]
+        sent_over = [model.messages(each)[1] for model, each in zip(models, placed, strict=True)]
         return cls(
             kinds,
             _all_ranks([each.groups.tensor for each in placed], ranks),
-            BoundaryLinks(*(_stacked([each[:, 0] for each in parts], fill=1) for parts in zip(*links, strict=True))),
+            BoundaryLinks(*(_stacked([each[:, 0] for each in parts], fill=1) for parts in zip(*sent_over, strict=True))),
         )
 
 
@@ -228,7 +229,9 @@ class StrategyBatch:
     first_stage: Floats
     """[P, K, n] layers of the first stage of each rank."""
     parameters: Floats
-    """[P, n] parameters that a rank holds."""
+    """[P, n] parameters that a rank holds, without experts."""
+    expert_parameters: Floats
+    """[P, n] those of experts."""
     shared: Floats
     """[P, n] of them those of a weight that two ranks hold."""
     numbers: dict[str, Floats]
@@ -236,6 +239,8 @@ class StrategyBatch:
     """Devices and links of each kind; one entry where all are alike."""
     data: GroupTopology
     """Links of data-parallel ranks, arrays of [P, n]."""
+    expert_copies: GroupTopology
+    """Links of ranks with the same experts, arrays of [P, n]."""
     ends: GroupTopology
     """Links of the first and the last pipeline rank, arrays of [n]."""
     memory_bandwidth: Floats
@@ -265,10 +270,12 @@ class StrategyBatch:
             per_rank=_stacked([each.counts.per_rank for each in placed]),
             first_stage=_stacked([each.counts.first_stage for each in placed]),
             parameters=_stacked([each.counts.parameters for each in placed]),
+            expert_parameters=_stacked([each.counts.expert_parameters for each in placed]),
             shared=_stacked([each.counts.shared_parameters for each in placed]),
             numbers={name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS},
             replicas=tuple(Replicas.of(models, each) for each in counted),
             data=_all_ranks([each.groups.data for each in placed], ranks),
+            expert_copies=_all_ranks([each.groups.expert_copies for each in placed], ranks),
             ends=_columns([each.groups.ends.at(0) for each in placed]),
             memory_bandwidth=_stacked([np.array(rows) for rows in bandwidths], fill=1),
             message=_stacked([each.sum(axis=1) for each in sent]),
@@ -310,6 +317,8 @@ class StrategyBatch:
             precision=self.model.precision,
             software=self.model.software,
             efficiency=efficiency,
+            expert_parameters=self.expert_parameters,
+            expert_topology=self.expert_copies,
         )
         cool_down_s = covering.cool_down_s(drains=schedule not in SPLIT_SCHEDULES)
         reduction = exposed_reduction_s(step, covering, self.model.software.communication, efficiency, cool_down_s)
@@ -328,6 +337,7 @@ class StrategyBatch:
         sizes = OpSizes(
             tensor_parallel_size=self.numbers["tensor_parallel_size"],
             sequence_parallel_size=self.numbers["sequence_parallel_size"],
+            expert_parallel_size=self.numbers["expert_parallel_size"],
             micro_batch_size=self.numbers["micro_batch_size"],
             start=bounds[:-1],
             end=bounds[1:],

@@ -37,6 +37,7 @@ from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, SimulatedTime, closed_form_of
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
+    EXPERT_EXCHANGE,
     FORWARD,
     HEAD_EXCHANGE,
     INPUT_GRADIENT,
@@ -147,7 +148,7 @@ class CostModel:
         """Put the times of a prediction together, with the breakdown of the busiest pipeline rank.
 
         Args:
-            stages: [6 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
+            stages: [7 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
             costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
         """
         step = self.step(placed.counts, placed.groups, placed.strategy.zero_stage)
@@ -161,7 +162,7 @@ class CostModel:
         backward = stages[INPUT_GRADIENT] + stages[WEIGHT_GRADIENT] if split else stages[BACKWARD]
         op_s = (2 + split) * self.efficiency.op_s * shape.num_token_slices * shape.num_model_chunks
         computing = by_rank(stages[FORWARD] + backward) + op_s
-        reducing, exchanging = by_rank(stages[TENSOR_PARALLEL]), by_rank(stages[HEAD_EXCHANGE])
+        reducing, exchanging, routing = map(by_rank, stages[[TENSOR_PARALLEL, HEAD_EXCHANGE, EXPERT_EXCHANGE]])
         tables = [costs.forward, costs.backward, *([] if costs.weight_gradient is None else [costs.weight_gradient])]
         busy = by_rank(np.sum(tables, axis=0))
         busiest = int(np.argmax(busy))
@@ -180,9 +181,12 @@ class CostModel:
         sending = simulated.makespan - simulated.host_copy_s - simulated.makespan_without_transfers
         exposed = min(max(sending, 0.0), waiting - copying)
         breakdown = TimeBreakdown(
-            compute_s=micro_batches * float(computing[busiest] - reducing[busiest] - exchanging[busiest]),
+            compute_s=micro_batches * float(
+                computing[busiest] - reducing[busiest] - exchanging[busiest] - routing[busiest]
+            ),
             tensor_parallel_s=micro_batches * float(reducing[busiest]),
             head_exchange_s=micro_batches * float(exchanging[busiest]),
+            expert_exchange_s=micro_batches * float(routing[busiest]),
             bubble_s=waiting - exposed - copying,
             host_copy_s=copying,
             transfer_s=blocked + exposed,
@@ -226,6 +230,7 @@ class CostModel:
                 self.workload.partition(strategy.stage_partition, strategy.num_stages),
                 strategy.pipeline_parallel_size,
                 strategy.tensor_parallel_size,
+                strategy.expert_parallel_size,
                 vocabulary_stages=strategy.vocabulary_stages,
             ),
             shares=np.array([*accumulate(lengths, initial=0)], dtype=float) / self.workload.seq_length,
@@ -244,7 +249,7 @@ class CostModel:
         return self._known_groups[layout]
 
     def stage_ops(self, placed: PlacedStrategy) -> Floats:
-        """Return the seconds of the ops of one micro-batch, without messages: [6 parts of `StageOps`, stages, S]."""
+        """Return the seconds of the ops of one micro-batch, without messages: [7 parts of `StageOps`, stages, S]."""
         shares = placed.shares
         sizes = placed.sizes(shares[:-1], shares[1:])
         return self.priced_stages(placed, sizes, key=(*placed.key, shares.tobytes()))
@@ -258,7 +263,7 @@ class CostModel:
         whole: int | None = None,
         key: tuple[object, ...] | None = None,
     ) -> Floats:
-        """Return the seconds of the ops of stages for T token slices: [6 parts of `StageOps`, stages, T].
+        """Return the seconds of the ops of stages for T token slices: [7 parts of `StageOps`, stages, T].
 
         Args:
             sizes: arrays of [T].
@@ -345,6 +350,8 @@ class CostModel:
             precision=self.precision,
             software=self.software,
             efficiency=self.efficiency,
+            expert_parameters=counts.expert_parameters,
+            expert_topology=groups.expert_copies,
         )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.devices import Device
-from megatron_terapipe.search.price.workload import Attention, Layer
+from megatron_terapipe.search.price.workload import Attention, Experts, Layer
 
 Numbers = NDArray[np.float64]
 ScalarOrArray = Numbers | float
@@ -26,6 +26,8 @@ class LayerTimes(NamedTuple):
     ones, which have it in them."""
     launch_input_gradient: ScalarOrArray = 0.0
     launch_weight_gradient: ScalarOrArray = 0.0
+    shared_experts: ScalarOrArray = 0.0
+    """Part of `forward` that runs while tokens travel to their experts and back."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,6 +43,8 @@ class OpSizes:
     end: ScalarOrArray
     sequence_parallel_size: ScalarOrArray = 1.0
     """Ranks that share the tokens of its matrices, and the heads of its attention."""
+    expert_parallel_size: ScalarOrArray = 1.0
+    """Ranks that share its experts."""
     recompute: str = "none"
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks share the tokens between the matrices, too."""
@@ -68,6 +72,20 @@ class LayerQuery(OpSizes):
     def rows(self) -> ScalarOrArray:
         """Rows [...] of the layer's matrices: tokens of the token slice on one rank, those of all sequences."""
         return self.sequences * (self.end - self.start)
+
+    @property
+    def routed_tokens(self) -> ScalarOrArray:
+        """Tokens [...] that the router of one rank reads."""
+        return self.rows / (self.tensor_parallel_size if self.sequence_parallel else 1.0)
+
+    def expert_rows(self, experts: Experts) -> ScalarOrArray:
+        """Rows [...] of all experts of the rank with most."""
+        return self.routed_tokens * experts.chosen * imbalance(experts, self.expert_parallel_size)
+
+
+def imbalance(experts: Experts, ranks: ScalarOrArray) -> ScalarOrArray:
+    """Rows [...] of the expert-parallel rank with most, relative to the mean of the ranks."""
+    return np.where(np.greater(ranks, 1), experts.imbalance, 1.0)
 
 
 def key_heads(attention: Attention, ranks: ScalarOrArray) -> ScalarOrArray:
@@ -105,7 +123,8 @@ class RememberedTimes:
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end, query.sequence_parallel_size
+        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end
+        sizes += query.sequence_parallel_size, query.expert_parallel_size
         grids = [np.asarray(each, dtype=float) for each in sizes]
         key = (
             id(query.layer),

@@ -115,6 +115,7 @@ class LayerLinks(NamedTuple):
 
     tensor: GroupTopology
     sequence: GroupTopology = ALONE
+    expert: GroupTopology = ALONE
 
 
 class RankKind(NamedTuple):
@@ -185,8 +186,8 @@ class RankGroups:
         Links of a kind are its slowest. Where all replicas are alike, that is these groups themselves.
         """
         kinds = self.cluster.kind_of_node
-        if kinds.max() == 0:
-            return (self,)
+        if kinds.max() == 0 or self.layout.expert_parallel_size > 1:
+            return (self,)  # Replicas that share experts wait for each other in every layer.
         of_replica = np.swapaxes(kinds[self.nodes], 0, 1).reshape(self.layout.data_parallel_size, -1)
         found, kind_of_replica = np.unique(of_replica, axis=0, return_inverse=True)
         if len(found) == 1:
@@ -237,8 +238,24 @@ class RankGroups:
 
     def layer_links(self, rank: int) -> LayerLinks:
         """Links between the ranks that share the layers of a pipeline rank."""
-        alone = self.layout.sequence_parallel_size == 1
-        return LayerLinks(self.tensor.at(rank), ALONE if alone else self.sequence.at(rank))
+        layout, shared = self.layout, [ALONE, ALONE]
+        if layout.sequence_parallel_size > 1:
+            shared[0] = self.sequence.at(rank)
+        if layout.expert_parallel_size > 1:
+            shared[1] = self.expert.at(rank)
+        return LayerLinks(self.tensor.at(rank), *shared)
+
+    @cached_property
+    def expert(self) -> GroupTopology:
+        """Groups of expert-parallel ranks: neighbours of a stage."""
+        return self._links(self.nodes.reshape(-1, self.layout.expert_parallel_size))
+
+    @cached_property
+    def expert_copies(self) -> GroupTopology:
+        """Groups of ranks with the same experts, over which their gradients are reduced."""
+        size = self.layout.expert_parallel_size
+        blocks = self.nodes.reshape(self.layout.pipeline_parallel_size, -1, size)
+        return self._links(np.swapaxes(blocks, 1, 2).reshape(-1, blocks.shape[1]))
 
     @cached_property
     def data(self) -> GroupTopology:

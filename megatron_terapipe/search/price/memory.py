@@ -236,24 +236,42 @@ class MemoryModel:
         """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`."""
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
-        counts = self.counter.count(partition, ranks, tensor, vocabulary_stages=strategy.vocabulary_stages)
+        counts = self.counter.count(
+            partition, ranks, tensor, strategy.expert_parallel_size, vocabulary_stages=strategy.vocabulary_stages
+        )
         longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
         own = strategy.granularity
-        states = self.states(counts.parameters, layout=strategy.layout, zero_stage=strategy.zero_stage)
+        states = self.states(
+            counts.parameters, counts.expert_parameters, layout=strategy.layout, zero_stage=strategy.zero_stage
+        )
         messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
         all_ranks = states.holding(self._held(strategy, counts, activation_limit, copies), messages)
         columns = (np.broadcast_to(np.asarray(part, dtype=float), ranks).tolist() for part in all_ranks)
         return [Counted(*rank) for rank in zip(*columns, strict=True)]
 
-    def states(self, parameters: Floats, *, layout: ParallelLayout, zero_stage: int) -> Counted:
-        """Count bytes [ranks] of weights, gradients, optimizer state, buckets and communicators."""
+    def states(
+        self, parameters: Floats, expert_parameters: Floats | float = 0.0, *, layout: ParallelLayout, zero_stage: int
+    ) -> Counted:
+        """Count bytes [ranks] of weights, gradients, optimizer state, buckets and communicators.
+
+        Args:
+            parameters: those of a rank, without experts.
+            expert_parameters: those of experts on a rank.
+        """
         copies, state = layout.num_weight_copies, self.software.state(self.precision, zero_stage)
+        # Without expert-parallel ranks experts are as other weights of which each tensor-parallel rank has a copy.
+        of_experts = copies if layout.expert_parallel_size == 1 else layout.num_expert_copies
         groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
+        if layout.expert_parallel_size > 1:
+            groups += layout.expert_parallel_size, layout.num_expert_copies
         kept = ("weights", "gradients", "optimizer", "step")
         return Counted(
-            **{name: parameters * state.on_rank(name, copies) for name in kept},
+            **{
+                name: parameters * state.on_rank(name, copies) + expert_parameters * state.on_rank(name, of_experts)
+                for name in kept
+            },
             # One bucket reduces gradients, the other gathers weights.
-            buffers=2 * state.bucket * np.minimum(parameters, self.software.bucket_elements),
+            buffers=2 * state.bucket * np.minimum(parameters + expert_parameters, self.software.bucket_elements),
             communicators=float(sum(size > 1 for size in groups)),
         )
 
@@ -272,7 +290,7 @@ class MemoryModel:
         self, layout: ParallelLayout, recompute: str, sequence_parallel: bool, key_value_gradients: str = "fp32"
     ) -> Floats:
         """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K]."""
-        sizes = layout.tensor_parallel_size, layout.sequence_parallel_size
+        sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
         key = *sizes, recompute, sequence_parallel, key_value_gradients
         if key not in self._tokens:
             config = self.workload.config
@@ -283,6 +301,7 @@ class MemoryModel:
                     element_bytes=ELEMENT_BYTES[self.precision],
                     tensor_parallel_size=sizes[0],
                     sequence_parallel_size=sizes[1],
+                    expert_parallel_size=sizes[2],
                     sequence_parallel=sequence_parallel,
                     key_value_gradients=key_value_gradients,
                     activation_is_read_off_output=config is not None and config.activation == "relu",

@@ -16,6 +16,8 @@ class TimeBreakdown:
     """Collectives between tensor-parallel ranks, inside its ops."""
     head_exchange_s: float = 0.0
     """Head exchanges between sequence-parallel ranks, inside its ops."""
+    expert_exchange_s: float = 0.0
+    """Exchanges of tokens between expert-parallel ranks, inside its ops; left out of JSON objects where it is 0."""
     host_copy_s: float = 0.0
     """Waiting for copies from hosts."""
     bubble_s: float
@@ -35,6 +37,10 @@ class TimeBreakdown:
     def total_s(self) -> float:
         """The iteration."""
         return float(sum(getattr(self, each.name) for each in fields(self)))
+
+
+OPTIONAL_PARTS = ("expert_exchange_s",)
+"""Parts of an iteration that JSON objects leave out where they are 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +101,11 @@ class Prediction:
             "interval_coverage": self.interval_coverage,
             "bubble_ratio": self.bubble_ratio,
             "peak_memory_bytes": self.peak_memory_bytes,
-            "breakdown": asdict(self.breakdown),
+            "breakdown": {
+                name: seconds
+                for name, seconds in asdict(self.breakdown).items()
+                if seconds or name not in OPTIONAL_PARTS
+            },
             "memory_per_rank": [{**asdict(rank), "total": rank.total} for rank in self.memory],
             "simulated": self.simulated,
             "notes": list(self.notes),

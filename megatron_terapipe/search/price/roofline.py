@@ -36,8 +36,8 @@ the wave is between 0.4 and 2.8 (`python -m benchmarks.kernel_efficiency`). Sour
                        (github.com/facebookresearch/xformers/pull/362)
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ from megatron_terapipe.search.price.efficiency import (
     relative_efficiency,
 )
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, ScalarOrArray, key_heads
-from megatron_terapipe.search.price.workload import Attention, Layer, Product
+from megatron_terapipe.search.price.workload import Attention, Experts, Layer, Product
 
 TILE = 128
 """Queries that a kernel computes at once."""
@@ -210,6 +210,10 @@ CORE_TILES = 1 / 108
 prologue and epilogue of a tile are as short. Products of one core are about as fast with 32 inputs as with 512."""
 
 
+NOT_GROUPED = ("pascal", "volta", "turing")
+"""Generations of GPUs without a kernel for the products of all experts."""
+
+
 class _Part(NamedTuple):
     """Seconds and kernels of one part of a layer; the backward is without recomputation."""
 
@@ -254,8 +258,11 @@ class Roofline:
         layer, device, tp, rows = query.layer, query.device, query.tensor_parallel_size, query.rows
         # The host launches the same kernels however small they are.
         parts = [self._product(product, device, tp, rows) for product in layer.products]
+        of_shared_experts = sum(part.forward for part in parts[-2:]) if layer.experts and layer.activation_width else 0.0
         if layer.attention is not None:
             parts.append(self._attention(query, layer.attention))
+        if layer.experts is not None:
+            parts += self._experts(query, layer.experts)
         parts += self._element_wise(query)
         if layer.kind == "head":
             parts.append(self._loss(layer, device, tp, rows))
@@ -288,6 +295,7 @@ class Roofline:
             launch * whole.forward_kernels,
             launch * (whole.input_kernels + kernels_again),
             launch * whole.weight_kernels,
+            of_shared_experts,
         )
 
     def launch_s(self, device: Device) -> float:
@@ -303,9 +311,18 @@ class Roofline:
         return peak if self.precision == "fp32" else peak * relative_efficiency(device).products
 
     def product_s(
-        self, device: Device, rows: ScalarOrArray, inputs: ScalarOrArray, outputs: ScalarOrArray
+        self,
+        device: Device,
+        rows: ScalarOrArray,
+        inputs: ScalarOrArray,
+        outputs: ScalarOrArray,
+        matrices: ScalarOrArray = 1.0,
     ) -> ScalarOrArray:
-        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast."""
+        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast.
+
+        Args:
+            matrices: number of [inputs, outputs], of which each row has one: a grouped product.
+        """
         depth, area = self.efficiency.gemm_depth, self.efficiency.gemm_area
         if not device.is_gpu:
             depth, area = depth * CORE_TILES, area * CORE_TILES
@@ -314,7 +331,7 @@ class Roofline:
             depth, area = depth * relative.depth, area * relative.area
         reached = self._products_reach(device) * self.efficiency.gemm_efficiency
         computing = 2 * (inputs + depth) * (rows * outputs + area) / reached
-        operands = rows * inputs + inputs * outputs + rows * outputs
+        operands = rows * inputs + matrices * inputs * outputs + rows * outputs
         return np.maximum(computing, self._moving_s(device, self._element_bytes * operands))
 
     def _product(self, product: Product, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
@@ -336,6 +353,41 @@ class Roofline:
             forward_kernels=kernels.forward_kernels,
             input_kernels=kernels.backward_kernels / 2,
             weight_kernels=kernels.backward_kernels / 2,
+        )
+
+    def _experts(self, query: LayerQuery, experts: Experts) -> Iterator[_Part]:
+        """Yield the router, its choice, and the products and activations of the experts of the rank with most rows."""
+        device, operators, hidden = query.device, self.software.operators, query.layer.hidden_size
+        rows, here = query.expert_rows(experts), experts.number / query.expert_parallel_size
+        for product in experts.products:
+            yield self._expert_product(product, device, rows, here)
+        router = Product(hidden, experts.number)
+        yield replace(self, precision="fp32")._product(router, device, 1.0, query.routed_tokens)
+        yield self._operator(operators.routing, device, rows * hidden)
+        yield self._operator(operators.expert_activation, device, rows * experts.width)
+
+    def _expert_product(
+        self, product: Product, device: Device, rows: ScalarOrArray, matrices: ScalarOrArray
+    ) -> _Part:
+        """A product of some experts that have so many rows together: one kernel in half precision from Ampere on.
+
+        Rows of an expert fill tiles of `TILE` rows, the last one by half.
+        """
+        is_grouped = device.is_gpu and self.precision != "fp32" and device.generation not in NOT_GROUPED
+        inputs, outputs, kernels = product.inputs, product.outputs, self.software.products
+        filled = rows + matrices * TILE / 2 * device.is_gpu
+        weights, launches = matrices * product.weights, 1.0 if is_grouped else matrices
+        adding = kernels.expert_accumulation_bytes * is_grouped
+        if not kernels.accumulates_in_place:
+            adding = kernels.accumulation_bytes
+        return _Part(
+            self.product_s(device, filled, inputs, outputs, matrices),
+            self.product_s(device, filled, outputs, inputs, matrices),
+            self.product_s(device, matrices * inputs, rows / matrices, outputs, matrices)
+            + self._moving_s(device, adding * weights),
+            forward_kernels=launches * kernels.forward_kernels,
+            input_kernels=launches * kernels.backward_kernels / 2,
+            weight_kernels=launches * kernels.backward_kernels / 2,
         )
 
     def _attention(self, query: LayerQuery, attention: Attention) -> _Part:
@@ -445,11 +497,10 @@ class Roofline:
         hidden = layer.hidden_size / shared
         norm = operators.rmsnorm if layer.normalization == "rmsnorm" else operators.layernorm
         activation = operators.gated_activation if layer.gated else operators.activation
-        residuals = sum(product.parallel == "row" for product in layer.products)
         # Operator, how many of it, numbers that each puts out, and whether selective recomputation repeats it.
         work: list[tuple[Operator, ScalarOrArray, ScalarOrArray, bool]] = [
             (norm, layer.num_norms, hidden, True),
-            (operators.residual, residuals, hidden, False),
+            (operators.residual, layer.num_residuals, hidden, False),
             (activation, bool(layer.activation_width), layer.activation_width / tp, True),
             (operators.bias, layer.num_biases, layer.biased_channels / max(layer.num_biases, 1) / tp, False),
         ]

@@ -38,6 +38,7 @@ from megatron_terapipe.search.price.links import (
     all_to_all_s,
     reduce_scatter_s,
 )
+from megatron_terapipe.search.price.step import exposed_under
 from megatron_terapipe.search.price.workload import Layer, Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -53,11 +54,14 @@ class LayerCounts:
 
     per_stage: Floats
     parameters: Floats
-    """[P] parameters that a tensor-parallel rank holds; a weight that two of its layers share counts once."""
+    """[P] parameters that a tensor-parallel rank holds, without experts; a weight that two of its layers share counts
+    once."""
     shared_parameters: Floats
     """[P] of them those of a weight that another pipeline rank holds, too (tied embedding)."""
     last_layers: NDArray[np.int64]
     """[stages - 1] index of the layer before each boundary."""
+    expert_parameters: Floats
+    """[P] parameters of experts that an expert-parallel rank holds."""
 
     @property
     def per_rank(self) -> Floats:
@@ -91,7 +95,13 @@ class LayerCounter:
         self._parameters: dict[int, Floats] = {}
 
     def count(
-        self, partition: StagePartition, num_ranks: int, tensor_parallel_size: int, *, vocabulary_stages: bool = False
+        self,
+        partition: StagePartition,
+        num_ranks: int,
+        tensor_parallel_size: int,
+        expert_parallel_size: int = 1,
+        *,
+        vocabulary_stages: bool = False,
     ) -> LayerCounts:
         """Return the counts of a stage partition."""
         bounds = np.array(partition.bounds) + self.workload.first_dealt
@@ -116,7 +126,9 @@ class LayerCounter:
             if len(weights) > 1:
                 for rank, weight in weights.items():
                     shared[rank] += weight
-        return LayerCounts(per_stage, per_rank, shared, bounds[1:-1] - 1)
+        of_experts = per_stage @ np.array([layer.expert_parameters / expert_parallel_size for layer in self.kinds])
+        experts = of_experts.reshape(-1, num_ranks).sum(axis=0)
+        return LayerCounts(per_stage, per_rank, shared, bounds[1:-1] - 1, experts)
 
     def _with_vocabulary_stages(self, per_stage: Floats, num_ranks: int) -> Floats:
         """[stages + ranks, K] layers of each kind, the head in equal parts on the last stage of each rank."""
@@ -146,9 +158,11 @@ class StageOps(NamedTuple):
     """Collectives between tensor-parallel ranks, as a part of F and the whole backward."""
     head_exchange: ScalarOrArray = 0.0
     """Head exchanges between sequence-parallel ranks, as a part of F and the whole backward."""
+    expert_exchange: ScalarOrArray = 0.0
+    """Exchanges of tokens between expert-parallel ranks, as a part of F and the whole backward."""
 
 
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHANGE = range(6)
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHANGE, EXPERT_EXCHANGE = range(7)
 """Rows of the first axis of arrays of ops, in the order of `StageOps`."""
 
 
@@ -163,7 +177,7 @@ class LayerPrices:
     kinds: Sequence[Layer] = ()
 
     def ops(self, device: Device, links: LayerLinks, sizes: OpSizes) -> Floats:
-        """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes]."""
+        """Return the seconds of the ops of each kind of layer: [7 parts of `StageOps`, K, *shape of the sizes]."""
         rows = []
         for layer in self.kinds:
             bounds = {"start": sizes.start * layer.tokens, "end": sizes.end * layer.tokens}
@@ -186,6 +200,7 @@ class LayerPrices:
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
         exchanges = ring_s if communication.ring else head_exchange_s
         exchange = exchanges(query, links.sequence, efficiency, self.element_bytes)
+        routed_forward, routed_backward = self._expert_exchange_s(query, links.expert, kernels.shared_experts)
         if query.recompute == "stage":
             kernels = _ops_of_recomputed_stage(query.layer, kernels)
         # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
@@ -205,6 +220,10 @@ class LayerPrices:
 
         forward_messages = forward_reduction + exchange
         backward_messages = backward_reduction + (1 + again) * exchange
+        without = sum(both(forward_messages, backward_messages))
+        if query.layer.experts is not None:
+            forward_messages = forward_messages + routed_forward
+            backward_messages = backward_messages + routed_backward + again * routed_forward
         whole_forward, whole_backward = both(forward_messages, backward_messages)
         reducing, alone = sum(both(forward_reduction, backward_reduction)), sum(both(0.0, 0.0))
         return StageOps(
@@ -213,8 +232,38 @@ class LayerPrices:
             launched(kernels.input_gradient + backward_messages, launch_input, exposed),
             launched(kernels.weight_gradient, launch_weight, exposed),
             np.maximum(reducing - alone, 0.0),
-            np.maximum(whole_forward + whole_backward - reducing, 0.0),
+            np.maximum(without - reducing, 0.0),
+            np.maximum(whole_forward + whole_backward - without, 0.0),
         )
+
+    def _expert_exchange_s(
+        self, query: LayerQuery, topology: GroupTopology, beside_s: ScalarOrArray
+    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Seconds [...] of tokens on their way to their experts and back, in a forward and in a backward.
+
+        `alltoall` sends each token to the ranks of its experts, as many to the fullest rank as `Experts.imbalance` has;
+        the forward waits on the host for the sizes. `allgather` sends all tokens to all ranks, and adds parts up.
+
+        Args:
+            beside_s: seconds of the shared experts.
+        """
+        experts, efficiency = query.layer.experts, self.efficiency
+        if experts is None or not np.any(np.greater(topology.size, 1)):
+            return 0.0, 0.0
+        row = self.element_bytes * query.layer.hidden_size
+        there = all_to_all_s(row * query.expert_rows(experts), topology, efficiency)
+        # Sizes are exchanged, copied to the host, and the launches behind them begin anew.
+        drain = np.where(np.greater(topology.size, 1), 2 * efficiency.collective_s + efficiency.launch_s, 0.0)
+        gathered = row * query.routed_tokens * topology.size
+        gather = all_gather_s(gathered, topology, efficiency) + reduce_scatter_s(gathered, topology, efficiency)
+        if experts.dispatcher == "auto":
+            to_all = gather < 2 * there + drain / 2
+        else:
+            to_all = np.equal(experts.dispatcher, "allgather")
+        forward, backward = np.where(to_all, gather, 2 * there + drain), np.where(to_all, gather, 2 * there)
+        if self.communication.overlaps_shared_experts:
+            forward = exposed_under(forward, beside_s, efficiency)
+        return forward, backward
 
 
 def stage_ops(counts: Floats, ops: Floats) -> Floats:
@@ -348,7 +397,7 @@ class PlacedStrategy:
     def key(self) -> tuple[object, ...]:
         """The values that the times of layers depend on, except token slices, devices and links."""
         one = self.strategy
-        sizes = one.micro_batch_size, one.sequence_parallel_size
+        sizes = one.micro_batch_size, one.sequence_parallel_size, one.expert_parallel_size
         return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients
 
     def sizes(self, start: Floats, end: Floats) -> OpSizes:
@@ -356,6 +405,7 @@ class PlacedStrategy:
         return OpSizes(
             tensor_parallel_size=float(self.strategy.tensor_parallel_size),
             sequence_parallel_size=float(self.strategy.sequence_parallel_size),
+            expert_parallel_size=float(self.strategy.expert_parallel_size),
             micro_batch_size=float(self.strategy.micro_batch_size),
             start=start,
             end=end,

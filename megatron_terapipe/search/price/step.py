@@ -7,7 +7,7 @@ import numpy as np
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Communication, Software
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
-from megatron_terapipe.search.price.links import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.price.links import ALONE, GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
 
 
 class StepCosts(NamedTuple):
@@ -86,23 +86,32 @@ def step_costs(
     precision: str,
     software: Software,
     efficiency: HardwareEfficiency,
+    expert_parameters: ScalarOrArray = 0.0,
+    expert_topology: GroupTopology = ALONE,
 ) -> StepCosts:
     """Price the end of an iteration; arguments broadcast.
 
     Args:
+        parameters: those of a rank, without experts.
         shared_parameters: those of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
         ends_topology: links between the first and the last pipeline rank.
         memory_bandwidth: bytes per second of the device.
+        expert_parameters: those of experts on a rank.
+        expert_topology: links between the ranks with the same experts.
     """
     traffic = step_traffic(software, precision, zero_stage)
-    gradients = traffic.reduced_bytes * parameters
     reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
-    reduction = reduce(gradients, data_topology, efficiency)
+    has_experts = np.greater(expert_parameters, 0)
+    reduction = reduce(traffic.reduced_bytes * parameters, data_topology, efficiency)
     late = reduction * shared_parameters / np.maximum(parameters, 1.0)
-    stepped, gather = parameters, 0.0 * reduction
+    of_experts = reduce(traffic.reduced_bytes * expert_parameters, expert_topology, efficiency)
+    reduction = reduction + np.where(has_experts, of_experts, 0.0)
+    stepped, gather = parameters + expert_parameters, 0.0 * reduction
     if traffic.divides_step:
         gather = all_gather_s(traffic.gathered_bytes * parameters, data_topology, efficiency)
-        stepped = parameters / data_topology.size
+        of_experts = all_gather_s(traffic.gathered_bytes * expert_parameters, expert_topology, efficiency)
+        gather = gather + np.where(has_experts, of_experts, 0.0)
+        stepped = parameters / data_topology.size + expert_parameters / expert_topology.size
     shared = np.where(
         np.greater(shared_parameters, 0),
         all_reduce_s(traffic.reduced_bytes * shared_parameters, ends_topology, efficiency),
@@ -110,7 +119,7 @@ def step_costs(
     )
     reached = memory_bandwidth * efficiency.memory_efficiency
     step_s = efficiency.optimizer_passes * software.step_bytes * stepped / reached
-    step_s = step_s + software.state(precision, zero_stage).whole_step * parameters / reached
+    step_s = step_s + software.state(precision, zero_stage).whole_step * (parameters + expert_parameters) / reached
     return StepCosts(reduction, shared, step_s, late, gather)
 
 
@@ -132,8 +141,8 @@ def exposed_reduction_s(
     """
     layers = np.maximum(ops.layers, 1.0)
     if communication.shards_weights:
-        in_forward = _exposed_under(step.weight_gather, ops.forward, efficiency)
-        in_backward = _exposed_under(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
+        in_forward = exposed_under(step.weight_gather, ops.forward, efficiency)
+        in_backward = exposed_under(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
         ends = (step.weight_gather + step.gradient_reduction) / layers
         return ops.num_micro_batches * (in_forward + in_backward) + ends
     shown, gather = step.gradient_reduction, step.weight_gather
@@ -143,11 +152,11 @@ def exposed_reduction_s(
         after = np.maximum(after - cool_down_s, 0.0)
         shown = after + efficiency.overlap_exposed * (summed - after) + step.late
     if communication.overlaps_weight_gather:
-        gather = gather / layers + _exposed_under(gather * (layers - 1) / layers, ops.forward, efficiency)
+        gather = gather / layers + exposed_under(gather * (layers - 1) / layers, ops.forward, efficiency)
     return shown + gather
 
 
-def _exposed_under(messages_s: ScalarOrArray, ops_s: ScalarOrArray, efficiency: HardwareEfficiency) -> ScalarOrArray:
+def exposed_under(messages_s: ScalarOrArray, ops_s: ScalarOrArray, efficiency: HardwareEfficiency) -> ScalarOrArray:
     """Seconds that messages add to ops which they run under."""
     hidden = np.minimum(messages_s, ops_s)
     return messages_s - hidden + efficiency.overlap_exposed * hidden

@@ -3,7 +3,7 @@
 ModelConfig --gpt_workload--> Workload(layers, dealt first..end) ; Layer = products + attention + element-wise work
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -95,6 +95,38 @@ class Attention:
         return min(self.separate_window or self.sliding_window or tokens, tokens)
 
 
+IMBALANCE = 1.25
+"""Tokens of the expert-parallel rank with most, relative to the mean. Published runs of one model and layout lose 8 to
+20 % of their speed where real data take the place of forced balance (github.com/yanring/Megatron-MoE-ModelZoo: 389 and
+357, 295 and 237 TFLOP/s a device); experts and their exchanges, which wait for that rank, are some 60 % of these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The experts of a layer among which a router chooses for each token; expert-parallel ranks share them.
+
+    Shared experts, which every token goes through, are products of the layer itself.
+    """
+
+    number: int
+    chosen: int
+    """Experts of each token."""
+    width: int
+    """Width of the hidden layer of one."""
+    products: tuple[Product, ...]
+    """Matrices of one, none of which tensor-parallel ranks share."""
+    parameters: int
+    """Those of all experts, which are among `Layer.parameters`."""
+    dispatcher: Literal["auto", "alltoall", "allgather"] = "auto"
+    """How tokens travel, as `--moe-token-dispatcher-type`."""
+    imbalance: float = IMBALANCE
+
+    @property
+    def weights(self) -> int:
+        """Entries of the matrices of one."""
+        return sum(product.weights for product in self.products)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
     """One layer that a pipeline stage can hold."""
@@ -112,6 +144,7 @@ class Layer:
     """Those of `parameters` of which every tensor-parallel rank holds a copy (norms, positions)."""
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
+    experts: Experts | None = None
     num_norms: int = 0
     kept_states: int = None  # type: ignore[assignment]
     """Hidden states of a token that stay from forward to backward; None = one for each norm."""
@@ -137,15 +170,28 @@ class Layer:
     """Numbers in its output once per micro-batch, whatever its size (an attention mask)."""
 
     def __post_init__(self) -> None:
-        parts = (self.attention is not None) + (self.activation_width > 0)
+        parts = (self.attention is not None) + self.has_mlp
         for name, count in (("kept_states", max(self.num_norms, parts)), ("normed_states", parts)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, count)
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Forward FLOPs of a token in matrix products, the same at every position."""
-        return 2 * sum(product.weights for product in self.products)
+        """Forward FLOPs of a token in matrix products, the same at every position; of experts, in the chosen ones."""
+        experts = self.experts
+        routed = 0 if experts is None else self.hidden_size * experts.number + experts.chosen * experts.weights
+        return 2 * (sum(product.weights for product in self.products) + routed)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether it has an MLP, or experts in its place."""
+        return self.activation_width > 0 or self.experts is not None
+
+    @property
+    def num_residuals(self) -> int:
+        """Sums with the residual."""
+        sums = sum(product.parallel == "row" for product in self.products)
+        return sums + (self.experts is not None and not self.activation_width)
 
     @property
     def is_divided(self) -> bool:
@@ -172,9 +218,14 @@ class Layer:
         return self.tokens * (self.linear_flops_per_token + positions * self.attention.flops_per_position)
 
     def parameters_per_rank(self, tensor_parallel_size: int) -> float:
-        """Parameters that one tensor-parallel rank holds."""
-        shared = self.parameters - self.unshared_parameters
+        """Parameters that one tensor-parallel rank holds, without experts."""
+        shared = self.parameters - self.unshared_parameters - self.expert_parameters
         return self.unshared_parameters + shared / tensor_parallel_size
+
+    @property
+    def expert_parameters(self) -> int:
+        """Those of `parameters` that expert-parallel ranks share."""
+        return 0 if self.experts is None else self.experts.parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +261,17 @@ class Workload:
                     total -= layer.shared_parameters
                 seen.add(layer.shared_weight)
         return total
+
+    def with_length(self, seq_length: int) -> "Workload":
+        """Return the same GPT with sequences of another length."""
+        assert self.config is not None, "only of a GPT"
+        imbalances = [layer.experts.imbalance for layer in self.layers if layer.experts is not None]
+        return gpt_workload(replace(self.config, seq_length=seq_length), imbalance=max(imbalances, default=IMBALANCE))
+
+    @cached_property
+    def numbers_of_experts(self) -> tuple[int, ...]:
+        """Different numbers of experts that its layers have; empty without any."""
+        return tuple(sorted({layer.experts.number for layer in self.layers if layer.experts is not None}))
 
     @cached_property
     def can_cut_tokens(self) -> bool:
@@ -247,13 +309,17 @@ WORD_EMBEDDING = "word embedding"
 """The weight that a tied embedding and head share."""
 
 
-def gpt_workload(model: ModelConfig, name: str = "") -> Workload:
-    """Return the layers of a GPT: embedding, transformer layers, last norm, head."""
+def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBALANCE) -> Workload:
+    """Return the layers of a GPT: embedding, transformer layers, last norm, head.
+
+    Args:
+        imbalance: as `Experts` has it.
+    """
     words = model.padded_vocab_size() * model.hidden_size
     positions = flops.embedding_parameters(model) - words
     tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDING
     # Rows of one kind of block are the same object, so that costs computed for one serve all.
-    blocks = {shape: _block(model, shape) for shape in set(model.blocks)}
+    blocks = {shape: _block(model, shape, imbalance) for shape in set(model.blocks)}
 
     def end(kind: str, parameters: int, **more: object) -> Layer:
         values = {"tokens": model.seq_length, "hidden_size": model.hidden_size, "parameters": parameters, **more}
@@ -283,7 +349,12 @@ def gpt_workload(model: ModelConfig, name: str = "") -> Workload:
     )
 
 
-def _block(model: ModelConfig, shape: BlockShape) -> Layer:
+def _mlp_products(model: ModelConfig, width: int, first: Parallel, second: Parallel) -> tuple[Product, ...]:
+    hidden = model.hidden_size
+    return Product(hidden, (1 + model.gated) * width, first), Product(width, hidden, second)
+
+
+def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
     hidden, heads, head_size = model.hidden_size, model.num_attention_heads, model.kv_channels
     products: list[Product] = []
     attention = None
@@ -299,9 +370,19 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
         )
         products.append(Product(hidden, (heads + 2 * shape.num_key_value_heads) * head_size, "column"))
         products.append(Product(heads * head_size, hidden, "row"))
-    if shape.ffn_hidden_size:
-        products.append(Product(hidden, (1 + model.gated) * shape.ffn_hidden_size, "column"))
-        products.append(Product(shape.ffn_hidden_size, hidden, "row"))
+    experts, width = None, flops.dense_width(shape)
+    if width:
+        products += _mlp_products(model, width, "column", "row")
+    if shape.num_experts:
+        experts = Experts(
+            number=shape.num_experts,
+            chosen=model.moe_router_topk,
+            width=shape.ffn_hidden_size,
+            products=_mlp_products(model, shape.ffn_hidden_size, "none", "none"),
+            parameters=flops.expert_parameters(model, shape),
+            dispatcher=model.moe_token_dispatcher_type,
+            imbalance=imbalance,
+        )
     rotated = model.position_embedding_type == "rope" and shape.rotated
     kept_states, normed_states = flops.block_hidden_states(model, shape)
     return Layer(
@@ -313,15 +394,16 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
         unshared_parameters=flops.block_unshared_parameters(model, shape),
         products=tuple(products),
         attention=attention,
+        experts=experts,
         num_norms=flops.block_norms(model, shape),
         kept_states=kept_states,
         normed_states=normed_states,
         sums_at_once=model.parallel_residual and model.hidden_dropout == 0,
-        activation_width=shape.ffn_hidden_size,
+        activation_width=width,
         gated=model.gated,
         normalization=model.normalization,
         num_biases=bool(attention) * (model.has_qkv_bias + model.has_projection_bias)
-        + 2 * bool(shape.ffn_hidden_size) * model.has_mlp_bias,
+        + 2 * bool(width) * model.has_mlp_bias,
         biased_channels=_biased_channels(model, shape),
         rotary_channels=(heads + shape.num_key_value_heads) * model.rotary_channels if rotated else 0,
     )
@@ -333,6 +415,6 @@ def _biased_channels(model: ModelConfig, shape: BlockShape) -> int:
     if shape.num_key_value_heads:
         heads = model.num_attention_heads + 2 * shape.num_key_value_heads
         channels += model.has_qkv_bias * heads * model.kv_channels + model.has_projection_bias * model.hidden_size
-    if shape.ffn_hidden_size:
-        channels += model.has_mlp_bias * ((1 + model.gated) * shape.ffn_hidden_size + model.hidden_size)
+    if width := flops.dense_width(shape):
+        channels += model.has_mlp_bias * ((1 + model.gated) * width + model.hidden_size)
     return channels

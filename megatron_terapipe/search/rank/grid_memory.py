@@ -117,7 +117,8 @@ class GridMemory:
             ranks = _ranks_to_look_at(found)
             capacity = smallest[ranks] * overheads.usable_share
             for zero, zero_stage in enumerate(grid.zero):
-                states = self._model.states(found.parameters[ranks], layout=grid.layout, zero_stage=zero_stage)
+                parameters = found.parameters[ranks], found.expert_parameters[ranks]
+                states = self._model.states(*parameters, layout=grid.layout, zero_stage=zero_stage)
                 if only_possible and np.any(total_bytes(states, overheads) > capacity):
                     continue
                 for order, (schedule, its_model_chunks) in enumerate(grid.order):

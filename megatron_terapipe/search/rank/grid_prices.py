@@ -141,7 +141,12 @@ def _price(
     groups = cost_model.groups_of(grid.layout)
     partitions = _partitions(problem, found, groups, tables, cost_model.counter)
     counts = {
-        key: cost_model.counter.count(partition, grid.layout.pipeline_parallel_size, grid.layout.tensor_parallel_size)
+        key: cost_model.counter.count(
+            partition,
+            grid.layout.pipeline_parallel_size,
+            grid.layout.tensor_parallel_size,
+            grid.layout.expert_parallel_size,
+        )
         for key, partition in partitions.items()
     }
     # Pairs of a schedule and a rule that have a stage partition of their own.

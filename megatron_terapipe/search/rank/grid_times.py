@@ -60,7 +60,9 @@ class OpTables:
         """Return the seconds that a grid needs: [4 of `WHOLE` ..., 4 parts, K layers, B sizes, S splits, R, Q]."""
         splits = self.splits(grid)
         links = LayerLinks(*map(_relevant, links))
-        sizes = grid.layout.tensor_parallel_size, grid.layout.sequence_parallel_size, grid.key_value_gradients
+        layout = grid.layout
+        sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
+        sizes += (grid.key_value_gradients,)
         key = device, links, *sizes, splits, grid.recompute, grid.sequence_parallel
         known = self._tables.get(key)
         if known is None:
@@ -96,6 +98,7 @@ class OpTables:
                 sizes = OpSizes(
                     tensor_parallel_size=float(grid.layout.tensor_parallel_size),
                     sequence_parallel_size=float(grid.layout.sequence_parallel_size),
+                    expert_parallel_size=float(grid.layout.expert_parallel_size),
                     micro_batch_size=np.array(self._sizes, dtype=float)[:, None],
                     start=starts,
                     end=ends,

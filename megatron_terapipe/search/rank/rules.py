@@ -66,6 +66,24 @@ def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     )
 
 
+def _expert_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
+    size, ranks = grid.shared["expert_parallel_size"], grid.world_size // grid.shared["pipeline_parallel_size"]
+    if size == 1:
+        return None
+    if ranks % size:
+        return f"the {ranks} ranks of a stage cannot be put into groups of {size} expert-parallel ranks"
+    uneven = [str(number) for number in problem.workload.numbers_of_experts if number % size]
+    if uneven or not problem.workload.numbers_of_experts:
+        return f"{uneven[0] if uneven else 'no'} experts cannot be shared by {size} expert-parallel ranks"
+    return None
+
+
+def _tokens_of_experts(grid: StrategyGrid, problem: SearchProblem, sequence_parallel: bool) -> str | None:
+    if sequence_parallel or grid.layout.tensor_parallel_size == 1 or not problem.workload.numbers_of_experts:
+        return None
+    return "tensor-parallel ranks of a model with experts route a part of the tokens each: set sequence_parallel to true"
+
+
 def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
     """Return the numbers that tensor-parallel ranks must divide, by their unit."""
     shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
@@ -232,6 +250,7 @@ def _runs(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Rule:
 
 TRAINER_RULES = (
     _by_values("ranks fit the devices", _devices),
+    _by_values("expert-parallel ranks are ranks of a stage, and share experts evenly", _expert_shares),
     _by_values("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
     _by_values("sequence-parallel ranks share heads evenly", _sequence_shares),
     _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "key_value_gradients"), ()),
@@ -240,6 +259,7 @@ TRAINER_RULES = (
     _by_values("the schedule takes so many model chunks", _schedule, "order"),
     _by_values("the batch is dealt evenly", _batch, "micro_batch"),
     _by_values("layers let sequences be cut", _can_cut, "token_slices"),
+    _by_values("tensor-parallel ranks share the tokens of experts", _tokens_of_experts, "sequence_parallel"),
     _by_values("ZeRO stage goes with pipelines", _zero, "zero"),
     _by_values("ZeRO stage goes with the precision", _loss_scale, "zero"),
     _by_values("offload goes with the recomputation of stages", _offload, "recompute"),

@@ -141,6 +141,9 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
             return tuple(count for count in NUMBERS_OF_TOKEN_SLICES if count <= workload.seq_length)
         case Tried.SHARES_OF_HEADS:
             return _shares_of_heads(problem)
+        case Tried.SHARES_OF_EXPERTS:
+            most = gcd(*problem.workload.numbers_of_experts)
+            return tuple(size for size in divisors(problem.cluster.num_devices) if size == 1 or most % size == 0 < most)
         case values:
             is_long = problem.workload.seq_length >= LONG_SEQUENCE
             return values if values is None or not is_long else (*values, *dimension.tried_if_long)
