@@ -240,10 +240,34 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
     parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
     match model.norm_placement:
         case "post":
-            return 2 * parts, 0
+            stay, normed = 2 * parts, 0
         case "both":
-            return 2 * parts, parts
-    return (1 if model.parallel_residual and parts else parts), block_norms(model, block)
+            stay, normed = 2 * parts, parts
+        case _:
+            stay, normed = (1 if model.parallel_residual and parts else parts), block_norms(model, block)
+    # Router, experts and shared experts read the output of their norm, which is kept for all of them.
+    kept = int(bool(block.num_experts and normed))
+    return stay + kept, normed - kept
+
+
+CHOICE_BYTES = 4 + 8 + 8 + 2
+"""Bytes of a choice of a token: its weight, its expert as a number of 64 bits and of 16, its place among the rows."""
+ROW_BYTES = 4 + 8
+"""Bytes of a row of an expert: its weight in fp32, and its place among the choices."""
+
+
+def routed_activation_bytes(
+    chosen: int, hidden_size: int, width: int, gated: bool, element_bytes: int, rows: Any = 1.0
+) -> Any:
+    """Bytes that experts keep of a token, without shared experts: its choices, and for each row its input and the input
+    of the activation, which is computed again in the backward. Rules that keep the scores of all experts add these.
+
+    Args:
+        width: width of the hidden layer of one.
+        rows: rows of the rank's experts for each choice of its own tokens; more than 1 where it has more than the mean.
+    """
+    row = (hidden_size + (1 + gated) * width) * element_bytes + ROW_BYTES
+    return chosen * (rows * row + CHOICE_BYTES)
 
 
 def block_normed_channels(model: ModelConfig, block: BlockShape) -> int:
@@ -264,7 +288,7 @@ def block_activation_bytes_per_token(
     masks and probabilities (5as^2b) that a flash kernel never stores. `selective` computes the outputs of norms and
     of the activation again: of each norm and of the activation only the input is kept. `full` keeps the input of the
     block, and keys and values; `stage` only keys and values, besides `stage_input_bytes_per_token`. Norms elsewhere,
-    and of queries and keys, are in `block_hidden_states` and `block_normed_channels`. Not counted are the one or two
+    and of queries and keys, are in `block_hidden_states` and `block_normed_channels`, experts without biases in `routed_activation_bytes`. Not counted are the one or two
     numbers that a norm keeps of a token, or of a head.
 
     Args:
@@ -281,9 +305,13 @@ def block_activation_bytes_per_token(
     if block.num_key_value_heads:
         elements += 2 * model.num_attention_heads * model.kv_channels + block_normed_channels(model, block)
         kept = key_value + LOG_SUM_EXP_BYTES * model.num_attention_heads
-    # The gradient of ReLU is read off its output, which the last product keeps anyway.
-    widths = 1 + model.gated + (recompute == "none" and model.activation != "relu")
-    return (elements + widths * block.ffn_hidden_size) * element_bytes + kept
+    if block.num_experts:
+        width, chosen = block.ffn_hidden_size, model.moe_router_topk
+        kept += int(routed_activation_bytes(chosen, model.hidden_size, width, model.gated, element_bytes))
+    # The gradient of ReLU is read off its output, which the last product keeps anyway. Shared experts keep theirs.
+    keeps_activated = (recompute == "none" or bool(block.num_experts)) and model.activation != "relu"
+    widths = 1 + model.gated + keeps_activated
+    return (elements + widths * dense_width(block)) * element_bytes + kept
 
 
 def stage_input_bytes_per_token(model: ModelConfig, element_bytes: int) -> int:

@@ -19,9 +19,9 @@ from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
-from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
+from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, routed_activation_bytes
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
-from megatron_terapipe.search.price.layer_times import key_heads
+from megatron_terapipe.search.price.layer_times import imbalance, key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
 
 Numbers = NDArray[np.float64]
@@ -110,6 +110,7 @@ class LayerMemory:
     sequence_parallel: bool
     """Whether tensor-parallel ranks share the tokens between matrices."""
     sequence_parallel_size: ScalarOrArray = 1.0
+    expert_parallel_size: ScalarOrArray = 1.0
     key_value_gradients: str = "fp32"
     activation_is_read_off_output: bool = False
     """Whether the gradient of the activation function needs its output only (ReLU)."""
@@ -185,7 +186,7 @@ class LayerMemory:
                 in_tile = layer.tokens if window is None else min(window - 1 + longest_in_window(window), layer.tokens)
                 tile_scores = SCORE_BYTES * attention.query_heads * in_tile / size
         gradient_ratio = ELEMENT_BYTES[self.key_value_gradients] / element
-        has_attention, has_mlp = attention is not None, layer.activation_width > 0
+        has_attention, has_mlp = attention is not None, layer.has_mlp
         num_parts = has_attention + has_mlp
         masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
         # Norm inputs and outputs; query, the product of probabilities and values; the MLP's two widths, and its gate.
@@ -205,9 +206,11 @@ class LayerMemory:
             + widths
             + activated
             + masks
+            + self.routed()
             + (0.0 if owned else key_value)
         )
-        gradients = 2 * hidden + np.maximum(2 * mlp_width, query + key_value) + (0.0 if flash else 0.8 * scores)
+        widest = np.maximum(np.maximum(2 * mlp_width, query + key_value), self.routed(working=True))
+        gradients = 2 * hidden + widest + (0.0 if flash else 0.8 * scores)
         kept, again = everything, 0.0 * size
         if recompute == "full":
             kept = hidden + 0.0 * size
@@ -215,7 +218,7 @@ class LayerMemory:
         elif recompute == "selective" and self.software.selective_recomputes == "attention":
             kept, again = everything - core, core
         elif recompute == "selective":
-            again = inputs + activated
+            again = inputs + (activated if layer.experts is None else 0.0)
             kept = everything - again
         if owned and window is not None:
             # Each token slice keeps its own; while it runs, those in reach are put together.
@@ -235,9 +238,25 @@ class LayerMemory:
             scores=tile_scores * owned,
         )
 
+    def routed(self, *, working: bool = False) -> ScalarOrArray:
+        """Bytes of a token in experts of the rank with most rows: kept, or held by the backward of their products."""
+        layer, experts, element = self.layer, self.layer.experts, self.element_bytes
+        if experts is None:
+            return 0.0
+        rows = imbalance(experts, self.expert_parallel_size)
+        if working:
+            # The activation, its product with the weight of the row, and the gradients of both and of its input.
+            width, row = experts.width, layer.hidden_size * 2 + (1 + layer.gated) * experts.width
+            return self.whole * experts.chosen * rows * element * max((4 + layer.gated) * width, row)
+        sizes = experts.chosen, layer.hidden_size, experts.width, layer.gated, element
+        return self.whole * routed_activation_bytes(*sizes, rows=rows)
+
     def operands(self) -> ScalarOrArray:
         """Inputs of products and gradients of their outputs."""
         total = 0.0 * self.size
+        if (experts := self.layer.experts) is not None:
+            rows = self.whole * experts.chosen * imbalance(experts, self.expert_parallel_size)
+            total = total + self.element_bytes * rows * sum(each.inputs + each.outputs for each in experts.products)
         for product in self.layer.products:
             inputs = product.inputs / self.size if product.parallel == "row" else product.inputs * self.whole
             outputs = product.outputs / self.size if product.parallel == "column" else product.outputs * self.whole

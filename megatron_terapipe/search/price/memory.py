@@ -271,9 +271,21 @@ class MemoryModel:
                 for name in kept
             },
             # One bucket reduces gradients, the other gathers weights.
-            buffers=2 * state.bucket * np.minimum(parameters + expert_parameters, self.software.bucket_elements),
+            buffers=2 * state.bucket * np.minimum(parameters + expert_parameters, self.software.bucket_elements)
+            + np.where(np.greater(expert_parameters, 0), self._gradient_of_experts(layout.expert_parallel_size), 0.0),
             communicators=float(sum(size > 1 for size in groups)),
         )
+
+    def _gradient_of_experts(self, expert_parallel_size: int) -> float:
+        """Bytes of the largest gradient that a grouped product puts out, before it is added to the sum."""
+        if not self.software.products.expert_accumulation_bytes or self.precision == "fp32":
+            return 0.0
+        largest = [
+            each.experts.number / expert_parallel_size * max(product.weights for product in each.experts.products)
+            for each in self.counter.kinds
+            if each.experts is not None
+        ]
+        return ELEMENT_BYTES[self.precision] * max(largest, default=0.0)
 
     def message_bytes(self, pipeline_parallel_size: int, sequences: ScalarOrArray) -> ScalarOrArray:
         """Return the bytes of the messages that a rank holds.

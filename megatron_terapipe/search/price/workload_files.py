@@ -251,7 +251,7 @@ def _refuse_other_models(document: object, where: str) -> None:
     """Raise if the fields are those of a model that the trainer does not have, rather than misspelt ones of its own."""
     if not isinstance(document, Mapping):
         return
-    refuse_experts(document, where)
+    refuse_experts({name: value for name, value in document.items() if name not in GptEntry.model_fields}, where)
     if "architectures" in document:
         raise ConfigError(
             f"{where} is a {CONFIG_FILE} of {short(document['architectures'])} without model_type, which names its "

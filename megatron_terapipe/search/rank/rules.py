@@ -67,7 +67,7 @@ def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
 
 
 def _expert_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
-    size, ranks = grid.shared["expert_parallel_size"], grid.world_size // grid.shared["pipeline_parallel_size"]
+    size, ranks = grid.shared.get("expert_parallel_size", 1), grid.world_size // grid.shared["pipeline_parallel_size"]
     if size == 1:
         return None
     if ranks % size:
