@@ -259,8 +259,10 @@ ROW_BYTES = 4 + 8
 def routed_activation_bytes(
     chosen: int, hidden_size: int, width: int, gated: bool, element_bytes: int, rows: Any = 1.0
 ) -> Any:
-    """Bytes that experts keep of a token, without shared experts: its choices, and for each row its input and the input
-    of the activation, which is computed again in the backward. Rules that keep the scores of all experts add these.
+    """Bytes that experts without biases keep of a token, shared experts apart: its choices, the input of each row, and
+    that of the activation, which is computed again in the backward.
+
+    Not counted are the scores of all experts, which rules other than a softmax over the chosen ones keep.
 
     Args:
         width: width of the hidden layer of one.
@@ -288,8 +290,8 @@ def block_activation_bytes_per_token(
     masks and probabilities (5as^2b) that a flash kernel never stores. `selective` computes the outputs of norms and
     of the activation again: of each norm and of the activation only the input is kept. `full` keeps the input of the
     block, and keys and values; `stage` only keys and values, besides `stage_input_bytes_per_token`. Norms elsewhere,
-    and of queries and keys, are in `block_hidden_states` and `block_normed_channels`, experts without biases in `routed_activation_bytes`. Not counted are the one or two
-    numbers that a norm keeps of a token, or of a head.
+    and of queries and keys, are in `block_hidden_states` and `block_normed_channels`, and experts in
+    `routed_activation_bytes`. Not counted are the one or two numbers that a norm keeps of a token, or of a head.
 
     Args:
         element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.

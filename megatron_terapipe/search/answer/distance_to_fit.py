@@ -14,7 +14,7 @@ import numpy as np
 from megatron_terapipe.search.answer.json_schema import DistancePart, RemedyKind, RemedyPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.workload import Workload, gpt_workload
+from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_grids
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices

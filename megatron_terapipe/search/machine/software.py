@@ -82,7 +82,7 @@ class Operators:
     exchange: Operator = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
     """Packing and unpacking of the messages of a head exchange [channel of a query, key, value or output]."""
     routing: Operator = Operator(forward=4, backward=5, forward_kernels=12, backward_kernels=12)
-    """Choice of experts, rows of tokens put in the order of the experts, and their sum [hidden state of a chosen row]."""
+    """Choice of experts, rows in the order of the experts, and sums of a token's rows [hidden state of a row]."""
     expert_activation: Operator = Operator(forward=5, backward=8)
     """Activation function of experts, and the weight of each row [number that it puts out]."""
 
@@ -166,7 +166,7 @@ class Communication:
     sums_at_once: bool = False
     """Whether parallel attention and MLP are summed in one reduction (`Layer.sums_at_once`)."""
     overlaps_shared_experts: bool = False
-    """Whether shared experts are computed while tokens travel to their experts, in the forward."""
+    """Whether shared experts are computed while tokens travel to their experts and back."""
     reduction_bytes: int | None = None
     """Bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by precision and ZeRO stage
     (`price.step.step_traffic`)."""

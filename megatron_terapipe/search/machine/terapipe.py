@@ -47,7 +47,7 @@ OPERATORS = Operators(
     # `model/experts.py`: tokens copied to their pairs (2), pairs of other ranks' experts set to 0 (2), rows copied to
     # their choices and added up (3); back the same, in the other order.
     routing=Operator(forward=7, backward=7, forward_kernels=25, backward_kernels=20),
-    # The gate, the product with the weight of the row, and zeros of pairs of other ranks; computed again in the backward.
+    # The gate, the product with the weight of the row, and zeros of other ranks' pairs; repeated in the backward.
     expert_activation=Operator(forward=9, backward=16, forward_kernels=5, backward_kernels=10),
     # Compiled: one pass over logits finds the largest and the sum of exponentials. Back: gradients take the place of
     # logits in another. The other kernels touch a number of each token.
@@ -80,7 +80,9 @@ TERAPIPE = Software(
         # Sums in fp32, read and written, and the gradients that this token slice found; keys and values apart.
         prefix=Operator(backward=1, backward_bytes=8, forward_kernels=0, backward_kernels=2),
     ),
-    communication=Communication(overlaps_transfers=True, overlaps_gradient_reduction=True, sums_at_once=True),
+    communication=Communication(
+        overlaps_transfers=True, overlaps_gradient_reduction=True, sums_at_once=True, overlaps_shared_experts=True
+    ),
     selective_recomputes="norms",
     logits_at_once=LOGITS_AT_ONCE,
     loss_in_place=True,

@@ -21,7 +21,7 @@ from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, routed_activation_bytes
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
-from megatron_terapipe.search.price.layer_times import imbalance, key_heads
+from megatron_terapipe.search.price.layer_times import held_rows, key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
 
 Numbers = NDArray[np.float64]
@@ -243,19 +243,19 @@ class LayerMemory:
         layer, experts, element = self.layer, self.layer.experts, self.element_bytes
         if experts is None:
             return 0.0
-        rows = imbalance(experts, self.expert_parallel_size)
+        rows = held_rows(experts, self.expert_parallel_size)
         if working:
             # The activation, its product with the weight of the row, and the gradients of both and of its input.
             width, row = experts.width, layer.hidden_size * 2 + (1 + layer.gated) * experts.width
             return self.whole * experts.chosen * rows * element * max((4 + layer.gated) * width, row)
         sizes = experts.chosen, layer.hidden_size, experts.width, layer.gated, element
-        return self.whole * routed_activation_bytes(*sizes, rows=rows)
+        return np.asarray(self.whole * routed_activation_bytes(*sizes, rows=rows), dtype=float)
 
     def operands(self) -> ScalarOrArray:
         """Inputs of products and gradients of their outputs."""
         total = 0.0 * self.size
         if (experts := self.layer.experts) is not None:
-            rows = self.whole * experts.chosen * imbalance(experts, self.expert_parallel_size)
+            rows = self.whole * experts.chosen * held_rows(experts, self.expert_parallel_size)
             total = total + self.element_bytes * rows * sum(each.inputs + each.outputs for each in experts.products)
         for product in self.layer.products:
             inputs = product.inputs / self.size if product.parallel == "row" else product.inputs * self.whole

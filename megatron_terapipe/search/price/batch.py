@@ -213,7 +213,9 @@ class Replicas(NamedTuple):
         return cls(
             kinds,
             _all_ranks([each.groups.tensor for each in placed], ranks),
-            BoundaryLinks(*(_stacked([each[:, 0] for each in parts], fill=1) for parts in zip(*sent_over, strict=True))),
+            BoundaryLinks(
+                *(_stacked([each[:, 0] for each in parts], fill=1) for parts in zip(*sent_over, strict=True))
+            ),
         )
 
 

@@ -181,9 +181,8 @@ class CostModel:
         sending = simulated.makespan - simulated.host_copy_s - simulated.makespan_without_transfers
         exposed = min(max(sending, 0.0), waiting - copying)
         breakdown = TimeBreakdown(
-            compute_s=micro_batches * float(
-                computing[busiest] - reducing[busiest] - exchanging[busiest] - routing[busiest]
-            ),
+            compute_s=micro_batches
+            * float(computing[busiest] - reducing[busiest] - exchanging[busiest] - routing[busiest]),
             tensor_parallel_s=micro_batches * float(reducing[busiest]),
             head_exchange_s=micro_batches * float(exchanging[busiest]),
             expert_exchange_s=micro_batches * float(routing[busiest]),

@@ -27,7 +27,7 @@ class LayerTimes(NamedTuple):
     launch_input_gradient: ScalarOrArray = 0.0
     launch_weight_gradient: ScalarOrArray = 0.0
     shared_experts: ScalarOrArray = 0.0
-    """Part of `forward` that runs while tokens travel to their experts and back."""
+    """Of `forward`, those of shared experts."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,13 +79,18 @@ class LayerQuery(OpSizes):
         return self.rows / (self.tensor_parallel_size if self.sequence_parallel else 1.0)
 
     def expert_rows(self, experts: Experts) -> ScalarOrArray:
-        """Rows [...] of all experts of the rank with most."""
-        return self.routed_tokens * experts.chosen * imbalance(experts, self.expert_parallel_size)
+        """Rows [...] that the experts of the rank with most compute."""
+        return self.routed_tokens * experts.chosen * np.where(self.shares_experts, experts.imbalance, 1.0)
+
+    @property
+    def shares_experts(self) -> NDArray[np.bool_]:
+        """Whether several ranks share the experts [...]."""
+        return np.greater(self.expert_parallel_size, 1)
 
 
-def imbalance(experts: Experts, ranks: ScalarOrArray) -> ScalarOrArray:
-    """Rows [...] of the expert-parallel rank with most, relative to the mean of the ranks."""
-    return np.where(np.greater(ranks, 1), experts.imbalance, 1.0)
+def held_rows(experts: Experts, ranks: ScalarOrArray) -> ScalarOrArray:
+    """Rows [...] that an expert-parallel rank holds for each choice of its tokens: of the rank with most, or of all."""
+    return np.where(np.greater(ranks, 1), ranks if experts.sends_to_all else experts.imbalance, 1.0)
 
 
 def key_heads(attention: Attention, ranks: ScalarOrArray) -> ScalarOrArray:
@@ -123,8 +128,8 @@ class RememberedTimes:
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end
-        sizes += query.sequence_parallel_size, query.expert_parallel_size
+        sizes = [query.tensor_parallel_size, query.micro_batch_size, query.start, query.end]
+        sizes += [query.sequence_parallel_size, query.expert_parallel_size]
         grids = [np.asarray(each, dtype=float) for each in sizes]
         key = (
             id(query.layer),

@@ -261,9 +261,9 @@ class MemoryModel:
         copies, state = layout.num_weight_copies, self.software.state(self.precision, zero_stage)
         # Without expert-parallel ranks experts are as other weights of which each tensor-parallel rank has a copy.
         of_experts = copies if layout.expert_parallel_size == 1 else layout.num_expert_copies
-        groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
+        groups = [copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size]
         if layout.expert_parallel_size > 1:
-            groups += layout.expert_parallel_size, layout.num_expert_copies
+            groups += [layout.expert_parallel_size, layout.num_expert_copies]
         kept = ("weights", "gradients", "optimizer", "step")
         return Counted(
             **{

@@ -61,7 +61,7 @@ from megatron_terapipe.search.price.efficiency import (
     reachable_bandwidth,
     relative_efficiency,
 )
-from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, ScalarOrArray, key_heads
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, ScalarOrArray, held_rows, key_heads
 from megatron_terapipe.search.price.workload import Attention, Experts, Layer, Product
 
 TILE = 128
@@ -258,7 +258,9 @@ class Roofline:
         layer, device, tp, rows = query.layer, query.device, query.tensor_parallel_size, query.rows
         # The host launches the same kernels however small they are.
         parts = [self._product(product, device, tp, rows) for product in layer.products]
-        of_shared_experts = sum(part.forward for part in parts[-2:]) if layer.experts and layer.activation_width else 0.0
+        of_shared_experts = (
+            sum(part.forward for part in parts[-2:]) if layer.experts and layer.activation_width else 0.0
+        )
         if layer.attention is not None:
             parts.append(self._attention(query, layer.attention))
         if layer.experts is not None:
@@ -363,12 +365,12 @@ class Roofline:
             yield self._expert_product(product, device, rows, here)
         router = Product(hidden, experts.number)
         yield replace(self, precision="fp32")._product(router, device, 1.0, query.routed_tokens)
-        yield self._operator(operators.routing, device, rows * hidden)
-        yield self._operator(operators.expert_activation, device, rows * experts.width)
+        held = query.routed_tokens * experts.chosen * held_rows(experts, query.expert_parallel_size)
+        # Rows that come from other ranks are sorted once more.
+        yield self._operator(operators.routing, device, held * hidden, np.where(query.shares_experts, 2.0, 1.0))
+        yield self._operator(operators.expert_activation, device, held * experts.width)
 
-    def _expert_product(
-        self, product: Product, device: Device, rows: ScalarOrArray, matrices: ScalarOrArray
-    ) -> _Part:
+    def _expert_product(self, product: Product, device: Device, rows: ScalarOrArray, matrices: ScalarOrArray) -> _Part:
         """A product of some experts that have so many rows together: one kernel in half precision from Ampere on.
 
         Rows of an expert fill tiles of `TILE` rows, the last one by half.

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.ops import PipelineShape
+from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.software import Communication
@@ -200,7 +201,7 @@ class LayerPrices:
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
         exchanges = ring_s if communication.ring else head_exchange_s
         exchange = exchanges(query, links.sequence, efficiency, self.element_bytes)
-        routed_forward, routed_backward = self._expert_exchange_s(query, links.expert, kernels.shared_experts)
+        routed_forward, routed_backward, routed_again = self._expert_exchange_s(query, links.expert, kernels)
         if query.recompute == "stage":
             kernels = _ops_of_recomputed_stage(query.layer, kernels)
         # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
@@ -223,7 +224,7 @@ class LayerPrices:
         without = sum(both(forward_messages, backward_messages))
         if query.layer.experts is not None:
             forward_messages = forward_messages + routed_forward
-            backward_messages = backward_messages + routed_backward + again * routed_forward
+            backward_messages = backward_messages + routed_backward + again * routed_again
         whole_forward, whole_backward = both(forward_messages, backward_messages)
         reducing, alone = sum(both(forward_reduction, backward_reduction)), sum(both(0.0, 0.0))
         return StageOps(
@@ -237,33 +238,31 @@ class LayerPrices:
         )
 
     def _expert_exchange_s(
-        self, query: LayerQuery, topology: GroupTopology, beside_s: ScalarOrArray
-    ) -> tuple[ScalarOrArray, ScalarOrArray]:
-        """Seconds [...] of tokens on their way to their experts and back, in a forward and in a backward.
+        self, query: LayerQuery, topology: GroupTopology, kernels: LayerTimes
+    ) -> tuple[ScalarOrArray, ScalarOrArray, ScalarOrArray]:
+        """Seconds [...] of tokens on their way to their experts and back: in a forward, a backward, a forward again.
 
-        `alltoall` sends each token to the ranks of its experts, as many to the fullest rank as `Experts.imbalance` has;
-        the forward waits on the host for the sizes. `allgather` sends all tokens to all ranks, and adds parts up.
-
-        Args:
-            beside_s: seconds of the shared experts.
+        `alltoall` sends each token to the ranks of its experts, as many to the rank with most as `Experts.imbalance`
+        has; a forward exchanges the sizes first, and waits on the host for them, after which launches begin anew.
+        `allgather` sends all tokens to all ranks, and adds parts up.
         """
         experts, efficiency = query.layer.experts, self.efficiency
         if experts is None or not np.any(np.greater(topology.size, 1)):
-            return 0.0, 0.0
-        row = self.element_bytes * query.layer.hidden_size
-        there = all_to_all_s(row * query.expert_rows(experts), topology, efficiency)
-        # Sizes are exchanged, copied to the host, and the launches behind them begin anew.
-        drain = np.where(np.greater(topology.size, 1), 2 * efficiency.collective_s + efficiency.launch_s, 0.0)
-        gathered = row * query.routed_tokens * topology.size
-        gather = all_gather_s(gathered, topology, efficiency) + reduce_scatter_s(gathered, topology, efficiency)
-        if experts.dispatcher == "auto":
-            to_all = gather < 2 * there + drain / 2
+            return 0.0, 0.0, 0.0
+        row, drain = self.element_bytes * query.layer.hidden_size, np.zeros(())
+        if experts.sends_to_all:
+            gathered = row * query.routed_tokens * topology.size
+            there_and_back = all_gather_s(gathered, topology, efficiency) + reduce_scatter_s(
+                gathered, topology, efficiency
+            )
         else:
-            to_all = np.equal(experts.dispatcher, "allgather")
-        forward, backward = np.where(to_all, gather, 2 * there + drain), np.where(to_all, gather, 2 * there)
-        if self.communication.overlaps_shared_experts:
-            forward = exposed_under(forward, beside_s, efficiency)
-        return forward, backward
+            there_and_back = 2 * all_to_all_s(row * query.expert_rows(experts), topology, efficiency)
+            drain = np.where(np.greater(topology.size, 1), efficiency.collective_s + efficiency.launch_s, 0.0)
+        if not self.communication.overlaps_shared_experts:
+            return there_and_back + drain, there_and_back, there_and_back
+        forward = exposed_under(there_and_back, kernels.shared_experts, efficiency)
+        backward = exposed_under(there_and_back, BACKWARD_PER_FORWARD * kernels.shared_experts, efficiency)
+        return forward + drain, backward, forward
 
 
 def stage_ops(counts: Floats, ops: Floats) -> Floats:

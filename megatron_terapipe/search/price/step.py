@@ -106,7 +106,8 @@ def step_costs(
     late = reduction * shared_parameters / np.maximum(parameters, 1.0)
     of_experts = reduce(traffic.reduced_bytes * expert_parameters, expert_topology, efficiency)
     reduction = reduction + np.where(has_experts, of_experts, 0.0)
-    stepped, gather = parameters + expert_parameters, 0.0 * reduction
+    stepped: ScalarOrArray = parameters + expert_parameters
+    gather: ScalarOrArray = 0.0 * reduction
     if traffic.divides_step:
         gather = all_gather_s(traffic.gathered_bytes * parameters, data_topology, efficiency)
         of_experts = all_gather_s(traffic.gathered_bytes * expert_parameters, expert_topology, efficiency)

@@ -122,6 +122,11 @@ class Experts:
     imbalance: float = IMBALANCE
 
     @property
+    def sends_to_all(self) -> bool:
+        """Whether every token goes to all expert-parallel ranks, which then have rows for all of its choices."""
+        return self.dispatcher == "allgather"
+
+    @property
     def weights(self) -> int:
         """Entries of the matrices of one."""
         return sum(product.weights for product in self.products)

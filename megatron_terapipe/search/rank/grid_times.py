@@ -62,8 +62,7 @@ class OpTables:
         links = LayerLinks(*map(_relevant, links))
         layout = grid.layout
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
-        sizes += (grid.key_value_gradients,)
-        key = device, links, *sizes, splits, grid.recompute, grid.sequence_parallel
+        key = device, links, *sizes, grid.key_value_gradients, splits, grid.recompute, grid.sequence_parallel
         known = self._tables.get(key)
         if known is None:
             known = self._tables[key] = self._compute(grid, device, links, splits)

@@ -394,9 +394,14 @@ class Rival:
 
 
 def rival_of(problem: SearchProblem, pricing: Pricing) -> Rival | None:
-    """Return the best rival; None but for a GPT in bf16 on GPUs with a long sequence."""
+    """Return the best rival; None but for a GPT without experts in bf16 on GPUs with a long sequence."""
     workload = problem.workload
-    if workload.config is None or workload.seq_length < LEAST_TOKENS or problem.precision != "bf16":
+    if (
+        workload.config is None
+        or workload.numbers_of_experts
+        or workload.seq_length < LEAST_TOKENS
+        or problem.precision != "bf16"
+    ):
         return None
     if not all(node.device.is_gpu for node in problem.cluster.nodes):
         return None

@@ -81,7 +81,9 @@ def _expert_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
 def _tokens_of_experts(grid: StrategyGrid, problem: SearchProblem, sequence_parallel: bool) -> str | None:
     if sequence_parallel or grid.layout.tensor_parallel_size == 1 or not problem.workload.numbers_of_experts:
         return None
-    return "tensor-parallel ranks of a model with experts route a part of the tokens each: set sequence_parallel to true"
+    return (
+        "tensor-parallel ranks of a model with experts route a part of the tokens each: set sequence_parallel to true"
+    )
 
 
 def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
