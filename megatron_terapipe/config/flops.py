@@ -257,19 +257,19 @@ ROW_BYTES = 4 + 8
 
 
 def routed_activation_bytes(
-    chosen: int, hidden_size: int, width: int, gated: bool, element_bytes: int, rows: Any = 1.0
+    experts: int, chosen: int, hidden_size: int, width: int, gated: bool, element_bytes: int, rows: Any = 1.0
 ) -> Any:
-    """Bytes that experts without biases keep of a token, shared experts apart: its choices, the input of each row, and
-    that of the activation, which is computed again in the backward.
+    """Bytes that experts without biases keep of a token, shared experts apart.
 
-    Not counted are the scores of all experts, which rules other than a softmax over the chosen ones keep.
+    These are a score of each expert in fp32, its choices, and of each row its input and that of the activation, which
+    is computed again in the backward.
 
     Args:
         width: width of the hidden layer of one.
-        rows: rows of the rank's experts for each choice of its own tokens; more than 1 where it has more than the mean.
+        rows: rows of the rank's experts for each choice of its own tokens; 1 where experts get as many as their mean.
     """
     row = (hidden_size + (1 + gated) * width) * element_bytes + ROW_BYTES
-    return chosen * (rows * row + CHOICE_BYTES)
+    return chosen * (rows * row + CHOICE_BYTES) + 4 * experts
 
 
 def block_normed_channels(model: ModelConfig, block: BlockShape) -> int:
@@ -308,8 +308,8 @@ def block_activation_bytes_per_token(
         elements += 2 * model.num_attention_heads * model.kv_channels + block_normed_channels(model, block)
         kept = key_value + LOG_SUM_EXP_BYTES * model.num_attention_heads
     if block.num_experts:
-        width, chosen = block.ffn_hidden_size, model.moe_router_topk
-        kept += int(routed_activation_bytes(chosen, model.hidden_size, width, model.gated, element_bytes))
+        sizes = block.num_experts, model.moe_router_topk, model.hidden_size, block.ffn_hidden_size
+        kept += int(routed_activation_bytes(*sizes, model.gated, element_bytes))
     # The gradient of ReLU is read off its output, which the last product keeps anyway. Shared experts keep theirs.
     keeps_activated = (recompute == "none" or bool(block.num_experts)) and model.activation != "relu"
     widths = 1 + model.gated + keeps_activated

@@ -1,5 +1,8 @@
 """The formula of activation bytes compared with the tensors that autograd keeps."""
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.block import TransformerBlock
+from megatron_terapipe.model.expert_dispatch import Pairs
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import OF_FAMILIES, SEQ, llama_config, model_config
 
@@ -27,6 +31,11 @@ SHAPES = {
     "dropout": llama_config(hidden_size=128, ffn_hidden_size=192, hidden_dropout=0.1, attention_dropout=0.1),
     "norms_in_parallel": model_config(hidden_size=128, parallel_residual=True),
     "one_norm_for_both": model_config(hidden_size=128, parallel_residual=True, shared_block_norm=True),
+    "experts": llama_config(hidden_size=128, num_experts=4, moe_ffn_hidden_size=96),
+    "experts_of_relu": model_config(hidden_size=128, num_experts=4, activation="relu", disable_bias_linear=True),
+    "shared_experts": llama_config(
+        hidden_size=128, num_experts=4, moe_ffn_hidden_size=96, moe_shared_expert_intermediate_size=64
+    ),
     **{name: model_config(**parts | OF_128) for name, parts in OF_FAMILIES.items()},
 }
 PARTS = [
@@ -47,9 +56,16 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    hidden = torch.randn(ROWS, SEQ, model.hidden_size, dtype=dtype, requires_grad=True)
+    def sorted_pairs(*arguments: Any) -> Pairs:
+        """Pairs, which functions of autograd keep as they are."""
+        pairs = sort(*arguments)
+        keep(pairs.order_R), keep(pairs.place_TK), keep(pairs.ends_E)
+        return pairs
+
+    hidden, sort = torch.randn(ROWS, SEQ, model.hidden_size, dtype=dtype, requires_grad=True), Pairs.of
     outputs = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, patch.object(Pairs, "of", sorted_pairs):
         for index, (start, end) in enumerate(state.token_slices.bounds()):
             # Each token slice arrives in a tensor of its own, as from the stage before.
             received = hidden[:, start:end].detach().clone().requires_grad_()
@@ -57,6 +73,8 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
     if block.num_key_value_heads:
         for tensor in kept_keys_and_values(state, block.window):
             keep(tensor)
+    for chosen in state.kept.values():
+        keep(chosen)
     for parameter in layer.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())
@@ -81,13 +99,16 @@ def left_out_bytes(
     numbers = 2 * element_bytes if layernorm else 4
     parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
     norms_behind = parts if model.norm_placement != "pre" else 0
-    norms = norms_behind if recompute == "selective" else flops.block_norms(model, block)
+    kept_whole = norms_behind or bool(block.num_experts)  # of that before experts, too
+    norms = kept_whole if recompute == "selective" else flops.block_norms(model, block)
     left_out = tokens * norms * numbers
     if layernorm and model.apply_layernorm_1p:
         left_out += len(cut) * norms * model.hidden_size * element_bytes  # 1 + weight
     if block.num_key_value_heads and model.qk_norm != "none":
         of_heads = model.qk_norm == "head"
         left_out += tokens * numbers * (model.num_attention_heads + block.num_key_value_heads if of_heads else 2)
+    if block.num_experts:
+        left_out += len(cut) * block.num_experts * 4  # ends of the rows of each expert
     # A cosine and a sine, in fp32, for every pair of channels: once for all rows and heads.
     rotates = model.position_embedding_type == "rope" and block.rotated and block.num_key_value_heads
     return left_out + (SEQ * model.rotary_channels // 2 * 2 * 4 if rotates else 0)

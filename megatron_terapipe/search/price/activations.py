@@ -248,7 +248,7 @@ class LayerMemory:
             # The activation, its product with the weight of the row, and the gradients of both and of its input.
             width, row = experts.width, layer.hidden_size * 2 + (1 + layer.gated) * experts.width
             return self.whole * experts.chosen * rows * element * max((4 + layer.gated) * width, row)
-        sizes = experts.chosen, layer.hidden_size, experts.width, layer.gated, element
+        sizes = experts.number, experts.chosen, layer.hidden_size, experts.width, layer.gated, element
         return np.asarray(self.whole * routed_activation_bytes(*sizes, rows=rows), dtype=float)
 
     def operands(self) -> ScalarOrArray:
