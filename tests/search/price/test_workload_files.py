@@ -91,8 +91,8 @@ def test_layers_in_sliding_windows_can_be_cut() -> None:
     [
         ([], "m.json holds [], which is not an object"),
         (
-            GPT | {"num_experts": 8},
-            "m.json sets num_experts to 8, and experts are not in this type of model: this",
+            GPT | {"num_local_experts": 8},
+            "m.json sets num_local_experts to 8, and experts are not in this type of model: this",
         ),
         ({"model_type": "bloom"}, "m.json is a model of type bloom, which cannot be trained here: give one"),
         ({"architectures": ["BertModel"]}, 'm.json is a config.json of ["BertModel"] without model_type, which names'),
