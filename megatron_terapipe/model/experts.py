@@ -134,15 +134,19 @@ class _WideProduct(torch.autograd.Function):
 # ---------------------------------------------------------------------- products of experts
 
 
-def _has_grouped_products(x: Tensor) -> bool:
-    """Whether a device has a kernel for the products of all experts: CUDA from compute capability 8.0 on, in bf16."""
-    on_cuda = x.device.type == "cuda" and x.dtype is torch.bfloat16
-    return on_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+def _has_grouped_products(weight_Eoi: Tensor) -> bool:
+    """Whether a device has a kernel for the products of all experts.
+
+    CUDA has one from compute capability 8.0 on, in bf16, for rows of whole 16 bytes.
+    """
+    on_cuda = weight_Eoi.device.type == "cuda" and weight_Eoi.dtype is torch.bfloat16
+    aligned = not any(size % 8 for size in weight_Eoi.shape[1:])
+    return on_cuda and aligned and torch.cuda.get_device_capability(weight_Eoi.device) >= (8, 0)
 
 
 def grouped_product(x_Ri: Tensor, weight_Eoi: Tensor, pairs: Pairs) -> Tensor:
     """Return the product of each pair with the matrix of its expert: y_Ro; 0 for pairs of no expert."""
-    if _has_grouped_products(x_Ri):
+    if _has_grouped_products(weight_Eoi):
         y_Ro = F.grouped_mm(x_Ri, weight_Eoi.transpose(1, 2), offs=pairs.ends_E)
         beyond_R = torch.arange(len(x_Ri), device=x_Ri.device) >= pairs.ends_E[-1]
         return y_Ro.masked_fill_(beyond_R.unsqueeze(1), 0)
@@ -158,7 +162,7 @@ def _weight_gradient(weight: Tensor, gradient_Ro: Tensor, x_Ri: Tensor, pairs: P
     """The products of all experts' weights, or None once they are added to the gradient that the weight has."""
     sums = gradient_sums(weight)
     total_Eoi = weight.grad if sums is None and accumulates_in_place(weight) else None
-    if _has_grouped_products(x_Ri):
+    if _has_grouped_products(weight.flatten(1, -2)):
         of_weight = F.grouped_mm(gradient_Ro.t(), x_Ri, offs=pairs.ends_E).view_as(weight)
         if sums is not None:
             sums.total.add_(of_weight)

@@ -28,7 +28,7 @@ def marked_files() -> list[str]:
 
 
 def no_wait() -> Iterator[Section]:
-    """The step in which torch refuses to wait, in ten modes."""
+    """The step in which torch refuses to wait, in eleven modes."""
     return rows([each for each in marked_files() if each.endswith(_NO_WAIT)])
 
 

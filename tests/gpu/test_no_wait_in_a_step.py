@@ -28,6 +28,7 @@ MODES = (
     f"{CUT} --bf16 {LLAMA} {PACKED} --recompute-activations",
     f"{CUT} --bf16 {LLAMA} {WINDOWS} {PACKED}",
     f"{CUT} --bf16 {LLAMA} {WINDOWS} --attention-softcap 30",
+    f"{CUT} --bf16 {LLAMA} --num-experts 8 --moe-shared-expert-intermediate-size 16 --moe-aux-loss-coeff 0.01",
     f"{CUT} --bf16 {DROPOUT}",
     f"{CUT} --bf16 {LLAMA} {DROPOUT} --recompute-granularity full",
     f"{CUT} {LLAMA} --pipeline-schedule zero-bubble",
