@@ -20,13 +20,13 @@ TOLERANCE = 2e-2
 """Relative error of a bf16 product and of its gradients, each beside the largest number."""
 
 
-def products(layer: nn.Module, x_Rh: Tensor, weights_R: Tensor, pairs: Pairs) -> list[Tensor]:
+def products(layer: nn.Module, tokens: Tensor, weights: Tensor, pairs: Pairs) -> list[Tensor]:
     """Output and gradients over two token slices, the second of which adds to the first in place."""
-    x_Rh, weights_R = x_Rh.detach().requires_grad_(), weights_R.detach().requires_grad_()
+    tokens, weights = tokens.detach().requires_grad_(), weights.detach().requires_grad_()
     for _ in range(2):
-        y_Rh = layer(x_Rh, weights_R, pairs)
-        y_Rh.square().mean().backward()
-    found = [y_Rh, x_Rh.grad, weights_R.grad, layer.up.grad, layer.down.grad]
+        output = layer(tokens, weights, pairs)
+        output.square().mean().backward()
+    found = [output, tokens.grad, weights.grad, layer.up.grad, layer.down.grad]
     layer.zero_grad()
     return found
 
@@ -40,13 +40,13 @@ def test_one_kernel(num_tokens: int, hidden: int, width: int, pairs_of_rank: str
     torch.manual_seed(0)
     with torch.device("cuda"):
         layer = experts.Experts(model, model.blocks[0], ALONE, ALONE).bfloat16()
-        chosen_TK = torch.randint(0, 8 if pairs_of_rank == "all" else 10, (num_tokens, 2))
-        chosen_TK = chosen_TK.where(chosen_TK != 3, 4).clamp(max=8)
-        x_Rh, weights_R = torch.randn(2 * num_tokens, hidden).bfloat16(), torch.rand(2 * num_tokens)
-    pairs = Pairs.of(chosen_TK, 8)
-    weights_R = weights_R * (chosen_TK.flatten()[pairs.order_R] < 8)
-    found = products(layer, x_Rh, weights_R, pairs)
+        chosen = torch.randint(0, 8 if pairs_of_rank == "all" else 10, (num_tokens, 2))
+        chosen = chosen.where(chosen != 3, 4).clamp(max=8)
+        tokens, weights = torch.randn(2 * num_tokens, hidden).bfloat16(), torch.rand(2 * num_tokens)
+    pairs = Pairs.of(chosen, 8)
+    weights = weights * (chosen.flatten()[pairs.order_R] < 8)
+    found = products(layer, tokens, weights, pairs)
     with patch.object(experts, "_has_grouped_products", lambda _: False):
-        expected = products(layer.double(), x_Rh.double(), weights_R, pairs)
+        expected = products(layer.double(), tokens.double(), weights, pairs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=TOLERANCE * other.abs().max().item())
