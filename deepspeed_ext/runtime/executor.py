@@ -409,9 +409,10 @@ class Executor:
 
     def _layer_loss_factor(self) -> float:
         """Factor of a micro-batch's loss in a layer, whose gradient is averaged as that of the last stage's loss is."""
-        # Scaled only where it looks like the loss of a graph.
-        one = torch.ones((), dtype=torch.float64, requires_grad=True)
-        return float(self._loss_scale(one).detach()) * self._module.sequence_ranks.size
+        # DeepSpeed scales only a loss with a graph, and a backward has none.
+        with torch.enable_grad():
+            scaled = self._loss_scale(torch.ones((), dtype=torch.float64, requires_grad=True))
+        return scaled.item() * self._module.sequence_ranks.size
 
     def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
         """Add a token slice's share to the loss, and return the roots of its backward."""
