@@ -197,6 +197,11 @@ class Config:
                 f"--num-experts {experts} with --tensor-model-parallel-size {tensor} and without --sequence-parallel "
                 "would compute every token's experts on each tensor-parallel rank: add --sequence-parallel"
             )
+        if self.model.balances_documents and not self.data.separates_documents:
+            raise ConfigError(
+                "--moe-router-load-balancing-type document_aux_loss balances each document, and those of a sample are not "
+                "separated: add --reset-attention-mask, or take seq_aux_loss"
+            )
 
     def _check_vocabulary_stages(self) -> None:
         parallel, model = self.parallel, self.model

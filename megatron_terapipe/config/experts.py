@@ -24,6 +24,15 @@ MOST_EXPERTS = 32_767
 """Experts of a layer at most: their numbers are kept in 16 bits."""
 
 
+_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "document_aux_loss": "document_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Names in the log, Megatron's but for documents, by the kind of loss."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingRule:
     """How a router chooses experts for a token, and weighs their outputs."""
@@ -142,6 +151,17 @@ class ExpertSettings:
             scale=self.moe_router_topk_scaling_factor or 1.0,
             has_bias=self.moe_router_enable_expert_bias,
         )
+
+    @property
+    def router_losses(self) -> tuple[str, ...]:
+        """Names of the losses of routers in the log: of the auxiliary loss, if there is one, then of the z-loss."""
+        auxiliary = (_LOSSES[self.moe_router_load_balancing_type],) if self.moe_aux_loss_coeff else ()
+        return (*auxiliary, *(("z_loss",) if self.moe_z_loss_coeff else ())) if self.has_experts else ()
+
+    @property
+    def balances_documents(self) -> bool:
+        """Whether a loss balances each document."""
+        return self.router_losses[:1] == (_LOSSES["document_aux_loss"],)
 
     def layers_of_experts(self, num_layers: int) -> tuple[bool, ...]:
         """Return for each layer whether it has experts."""

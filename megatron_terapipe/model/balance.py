@@ -22,33 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.experts import ExpertSettings
 from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
-_LOSSES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "document_aux_loss": "document_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-"""Names in the log, Megatron's but for documents, by the kind of loss."""
-
 JITTER = 4
 """Site of the jitter among the uses of random numbers in a layer, after those of `DropoutSite`."""
-
-
-def logged_losses(model: ExpertSettings) -> tuple[str, ...]:
-    """Names of the losses of routers, in the order of a tally's values."""
-    if model.num_experts is None:
-        return ()
-    auxiliary = (_LOSSES[model.moe_router_load_balancing_type],) if model.moe_aux_loss_coeff else ()
-    return (*auxiliary, *(("z_loss",) if model.moe_z_loss_coeff else ()))
-
-
-def balances_documents(model: ExpertSettings) -> bool:
-    """Whether a loss balances each document."""
-    return logged_losses(model)[:1] == (_LOSSES["document_aux_loss"],)
 
 
 class Counts(Protocol):
@@ -80,7 +58,7 @@ class Balance(nn.Module):
         self._groups_of = model.moe_router_load_balancing_type if self._auxiliary else "none"
         self._rate, self._bias = model.moe_router_bias_update_rate, bias
         # Read and set by the runtime, `CountingLayer`.
-        self.width, self.num_values = model.routing.num_experts, len(logged_losses(model))
+        self.width, self.num_values = model.routing.num_experts, len(model.router_losses)
         self.reads_step = self._groups_of == "global_aux_loss"
         self.counted_in_step: Tensor | None = None
         self.values_in_step: Tensor | None = None

@@ -30,7 +30,6 @@ from megatron_terapipe.checkpoint.restore import damage_in_one_line, load_checkp
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError
-from megatron_terapipe.model.balance import balances_documents
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
@@ -245,7 +244,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 placement=config.parallel.pipeline().placement,
                 split_batch=split_batch_with_labels if vocabulary_stages else split_batch,
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
-                documents=documents_reader(config.data, numbered=balances_documents(config.model)),
+                documents=documents_reader(config.data, numbered=config.model.balances_documents),
                 cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),
                 # Stages of the vocabulary send more than hidden states.
                 activation_spec=None if vocabulary_stages else hidden_state,

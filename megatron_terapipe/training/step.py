@@ -19,7 +19,6 @@ from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.parallel import BY_DOCUMENTS
-from megatron_terapipe.model.balance import logged_losses
 from megatron_terapipe.training.instruments import Instruments, peak_tflops_here, tflops_per_device
 from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
 from megatron_terapipe.training.optimizer import set_step_sizes
@@ -161,7 +160,7 @@ class TrainingStep:
                 iterations=steps,
                 layers=tuple(layers),
                 loads=tuple(map(tuple, (counts / counts.double().mean(1, keepdim=True)).tolist())),
-                losses=dict(zip(logged_losses(model), losses, strict=True)),
+                losses=dict(zip(model.router_losses, losses, strict=True)),
             )
         )
 

@@ -4,17 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.utils import maybe_loss_for_backward
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.executor import Executor
 from deepspeed_ext.runtime.tallies import Tallies
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.balance import Balance, logged_losses
+from megatron_terapipe.model.balance import Balance
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 ROWS, SEQ, WIDTH, EXPERTS, CHOSEN, MICRO_BATCHES, FACTOR = 2, 12, 5, 4, 2, 3, 0.7
@@ -126,7 +130,7 @@ def reference(model: ModelConfig, order: Order) -> tuple[Tensor, Tensor, dict[st
         score = logits.sigmoid() if sigmoid else logits.softmax(1)
         scores.append(score / score.sum(1, keepdim=True))
         logits_of.append(logits)
-    logged = dict.fromkeys(logged_losses(model), 0.0)
+    logged = dict.fromkeys(model.router_losses, 0.0)
     for number, (mask, score, logits) in enumerate(zip(masks, scores, logits_of, strict=True)):
         tokens, groups = len(mask), groups_of(kind, number)
         of_group = []
@@ -232,3 +236,17 @@ def test_evaluation_counts_nothing() -> None:
     state = SequenceState(TokenSlices((SEQ,)), forward_only=True)
     router(batch()[0], state.past(0, 0)).backward()
     assert not state.carried
+
+
+def test_losses_are_scaled_in_backwards_of_fp16() -> None:
+    """DeepSpeed scales tensors with a graph only, and a backward records none."""
+
+    def scaled(loss: Tensor) -> Tensor:
+        mean = loss / 4
+        return mean * 256 if maybe_loss_for_backward(mean) else mean
+
+    executor = SimpleNamespace(
+        _loss_scale=scaled, _module=SimpleNamespace(sequence_ranks=SequenceParallelRanks(size=2))
+    )
+    with torch.no_grad():
+        assert Executor._layer_loss_factor(executor) == 256 / 4 * 2
