@@ -132,21 +132,16 @@ class Given(NamedTuple):
 
 
 Arriving = Callable[[], Tensor]
-"""Waits for the sums of each token's outputs, y_Th."""
+"""Waits for a tensor that is under way."""
 
 
-class Dispatched(Protocol):
+class Dispatched(NamedTuple):
     """Tokens on their way to their experts."""
 
-    def given(self) -> Given:
-        """Wait for them."""
-
-    def start_back(self, y_Rh: Tensor) -> Arriving:
-        """Start to send outputs back."""
-
-
-Dispatch = Callable[[Tensor, Tensor, Tensor, Past], Dispatched]
-"""Starts to send tokens x_Th with chosen_TK, weights_TK."""
+    given: Callable[[], Given]
+    """Waits for them."""
+    start_back: Callable[[Tensor], Arriving]
+    """Starts to send outputs y_Rh back, as the sums of each token's, y_Th."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +152,11 @@ class Here:
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
         """Give each expert its tokens."""
-        return _Here(x_Th, weights_TK, Pairs.of(chosen_TK, self.num_experts))
-
-
-@dataclass(frozen=True, slots=True)
-class _Here:
-    x_Th: Tensor
-    weights_TK: Tensor
-    pairs: Pairs
-
-    def given(self) -> Given:
-        return Given(permuted(self.x_Th, self.pairs), sorted_values(self.weights_TK, self.pairs), self.pairs)
-
-    def start_back(self, y_Rh: Tensor) -> Arriving:
-        return lambda: unpermuted(y_Rh, self.pairs)
+        pairs = Pairs.of(chosen_TK, self.num_experts)
+        return Dispatched(
+            lambda: Given(permuted(x_Th, pairs), sorted_values(weights_TK, pairs), pairs),
+            lambda y_Rh: lambda: unpermuted(y_Rh, pairs),
+        )
 
 
 # ---------------------------------------------------------------------- messages
@@ -238,8 +224,7 @@ def started(tensor: Tensor, message: Message) -> Arriving:
 # ---------------------------------------------------------------------- exact sizes
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     """Numbers of pairs in an exchange."""
 
     counts_Pe: Tensor
@@ -249,46 +234,40 @@ class _Sizes:
     received: list[int]
     """Pairs from each rank."""
 
-    def to_experts(self, ranks: ExpertParallelRanks) -> Message:
-        """The exchange of pairs [R, ...]."""
-        return Message(self._all_to_all(ranks, self.sent, self.received), self._back(ranks))
-
-    def to_tokens(self, ranks: ExpertParallelRanks) -> Message:
-        """The exchange of outputs."""
-        return Message(self._back(ranks), self._all_to_all(ranks, self.sent, self.received))
-
-    def _back(self, ranks: ExpertParallelRanks) -> Callable[[Tensor], Sent]:
-        return self._all_to_all(ranks, self.received, self.sent)
-
-    @staticmethod
-    def _all_to_all(ranks: ExpertParallelRanks, sent: list[int], received: list[int]) -> Callable[[Tensor], Sent]:
-        def send(tensor: Tensor) -> Sent:
-            arriving = tensor.new_empty((sum(received), *tensor.shape[1:]))
-            work = dist.all_to_all_single(arriving, tensor, received, sent, group=ranks.group, async_op=True)
-            return work, arriving
-
-        return send
-
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Each pair goes to the rank of its expert."""
+    """Each pair goes to the rank of its expert.
+
+    Args:
+        num_experts: experts of all ranks.
+    """
 
     num_experts: int
-    """Of all ranks."""
     ranks: ExpertParallelRanks
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
         """Start to send tokens."""
         pairs = Pairs.of(chosen_TK, self.num_experts)
         sizes = past.kept("sizes of the exchange", lambda: self._sizes(pairs))
-        message = sizes.to_experts(self.ranks)
-        return _AllToAll(
-            started(permuted(x_Th, pairs), message),
-            started(sorted_values(weights_TK, pairs), message),
-            pairs,
-            self._pairs_here(sizes),
-            sizes.to_tokens(self.ranks),
+        there, back = self._message(sizes.sent, sizes.received), self._message(sizes.received, sizes.sent)
+        to_experts, to_tokens = Message(there, back), Message(back, there)
+        x_Rh, weights_R = (
+            started(permuted(x_Th, pairs), to_experts),
+            started(sorted_values(weights_TK, pairs), to_experts),
+        )
+        # Pairs arrive by rank and expert.
+        counts_Pe = sizes.counts_Pe
+        expert_Pe = torch.arange(counts_Pe.shape[1], device=counts_Pe.device).expand_as(counts_Pe)
+        expert_R = expert_Pe.flatten().repeat_interleave(counts_Pe.flatten(), output_size=sum(sizes.received))
+        here = Pairs.of(expert_R.unsqueeze(1), counts_Pe.shape[1])
+
+        def start_back(y_Rh: Tensor) -> Arriving:
+            arriving = started(unpermuted(y_Rh, here), to_tokens)
+            return lambda: unpermuted(arriving(), pairs)
+
+        return Dispatched(
+            lambda: Given(permuted(x_Rh(), here), sorted_values(weights_R().unsqueeze(1), here), here), start_back
         )
 
     def _sizes(self, pairs: Pairs) -> _Sizes:
@@ -299,32 +278,13 @@ class AllToAll:
         sent, received = torch.stack([sent_Pe.sum(1), counts_Pe.sum(1)]).tolist()
         return _Sizes(counts_Pe, sent, received)
 
-    @staticmethod
-    def _pairs_here(sizes: _Sizes) -> Pairs:
-        """Sort the pairs that arrive, by rank and expert, by expert."""
-        expert_Pe = torch.arange(sizes.counts_Pe.shape[1], device=sizes.counts_Pe.device).expand_as(sizes.counts_Pe)
-        expert_R = expert_Pe.flatten().repeat_interleave(sizes.counts_Pe.flatten(), output_size=sum(sizes.received))
-        return Pairs.of(expert_R.unsqueeze(1), sizes.counts_Pe.shape[1])
+    def _message(self, sent: list[int], received: list[int]) -> Callable[[Tensor], Sent]:
+        def send(tensor: Tensor) -> Sent:
+            arriving = tensor.new_empty((sum(received), *tensor.shape[1:]))
+            work = dist.all_to_all_single(arriving, tensor, received, sent, group=self.ranks.group, async_op=True)
+            return work, arriving
 
-
-@dataclass(frozen=True, slots=True)
-class _AllToAll:
-    x_Rh: Arriving
-    weights_R: Arriving
-    pairs: Pairs
-    """Those of this rank's tokens."""
-    pairs_here: Pairs
-    """Those of this rank's experts."""
-    to_tokens: Message
-
-    def given(self) -> Given:
-        x_Rh, weights_R = self.x_Rh(), self.weights_R()
-        weights_R = sorted_values(weights_R.unsqueeze(1), self.pairs_here)
-        return Given(permuted(x_Rh, self.pairs_here), weights_R, self.pairs_here)
-
-    def start_back(self, y_Rh: Tensor) -> Arriving:
-        arriving = started(unpermuted(y_Rh, self.pairs_here), self.to_tokens)
-        return lambda: unpermuted(arriving(), self.pairs)
+        return send
 
 
 # ---------------------------------------------------------------------- one size
@@ -332,23 +292,29 @@ class _AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """All tokens go to all ranks, which have as many tokens each."""
+    """All tokens go to all ranks, which have as many tokens each.
+
+    Args:
+        num_experts: experts of all ranks.
+    """
 
     num_experts: int
-    """Of all ranks."""
     ranks: ExpertParallelRanks
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
         """Start to send tokens."""
-        gather = Message(self._gather, self._reduce_scatter)
+        gather, scatter = Message(self._gather, self._reduce_scatter), Message(self._reduce_scatter, self._gather)
         x_PTh, weights_PTK = started(x_Th, gather), started(weights_TK, gather)
         work, chosen_PTK = self._gather(chosen_TK.int())
         work.wait()
         own = self.num_experts // self.ranks.size
         here_PTK = chosen_PTK.long() - self.ranks.rank * own
-        here_PTK = here_PTK.where((here_PTK >= 0) & (here_PTK < own), own)
-        pairs = Pairs.of(here_PTK, own)
-        return _AllGather(x_PTh, weights_PTK, here_PTK < own, pairs, Message(self._reduce_scatter, self._gather))
+        is_here_PTK = (here_PTK >= 0) & (here_PTK < own)
+        pairs = Pairs.of(here_PTK.where(is_here_PTK, own), own)
+        return Dispatched(
+            lambda: Given(permuted(x_PTh(), pairs), sorted_values(weights_PTK() * is_here_PTK, pairs), pairs),
+            lambda y_Rh: started(unpermuted(y_Rh, pairs), scatter),
+        )
 
     def _gather(self, tensor: Tensor) -> Sent:
         gathered = tensor.new_empty((self.ranks.size * len(tensor), *tensor.shape[1:]))
@@ -357,19 +323,3 @@ class AllGather:
     def _reduce_scatter(self, tensor: Tensor) -> Sent:
         own = tensor.new_empty((len(tensor) // self.ranks.size, *tensor.shape[1:]))
         return reduce_scatter(own, tensor, group=self.ranks.group, async_op=True), own
-
-
-@dataclass(frozen=True, slots=True)
-class _AllGather:
-    x_PTh: Arriving
-    weights_PTK: Arriving
-    is_here_PTK: Tensor
-    pairs: Pairs
-    to_tokens: Message
-
-    def given(self) -> Given:
-        x_PTh, weights_PTK = self.x_PTh(), self.weights_PTK() * self.is_here_PTK
-        return Given(permuted(x_PTh, self.pairs), sorted_values(weights_PTK, self.pairs), self.pairs)
-
-    def start_back(self, y_Rh: Tensor) -> Arriving:
-        return started(unpermuted(y_Rh, self.pairs), self.to_tokens)

@@ -28,7 +28,7 @@ from megatron_terapipe.config.experts import RoutingRule
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.balance import Balance
-from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, Dispatch, ExpertParallelRanks, Here, Pairs
+from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, ExpertParallelRanks, Here, Pairs
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.mlp import MLP, WeightedActivation
 from megatron_terapipe.model.tensor_parallel import (
@@ -285,7 +285,9 @@ class ExpertLayer(nn.Module):
         return y_Bnh if shared is None else y_Bnh + shared
 
 
-def dispatch_of(model: ModelConfig, block: BlockShape, expert_ranks: ExpertParallelRanks) -> Dispatch:
+def dispatch_of(
+    model: ModelConfig, block: BlockShape, expert_ranks: ExpertParallelRanks
+) -> Here | AllToAll | AllGather:
     """Return the way of tokens to their experts."""
     if expert_ranks.size == 1:
         return Here(block.num_experts)
