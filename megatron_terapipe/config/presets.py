@@ -12,10 +12,13 @@ the training, such as dropout. Sources:
     GPT-NeoX   Black et al., arXiv 2204.06745
     Pythia     Biderman et al., arXiv 2304.01373 table 1
     Mistral    Jiang et al., arXiv 2310.06825 table 1
+    Mixtral    Jiang et al., arXiv 2401.04088 table 1; 8x22B as released
     Qwen2.5    Qwen team, arXiv 2412.15115 table 1
-    Qwen3      Qwen team, arXiv 2505.09388 table 1
+    Qwen3      Qwen team, arXiv 2505.09388 tables 1 and 2
     Gemma 2    Gemma team, arXiv 2408.00118 table 1
     OLMo 2     OLMo team, arXiv 2501.00656 table 1
+    OLMoE      Muennighoff et al., arXiv 2409.02060
+    Granite    Granite team, Granite 3.0 language models (2024); 3.1 as released
     SmolLM3    Hugging Face, SmolLM3: smol, multilingual, long-context reasoner (2025)
 
 Values that a paper leaves out, such as epsilons and rows of the vocabulary, are those of `config.json` of the released
@@ -58,6 +61,7 @@ UNTIED: Mapping[str, Any] = {"untie_embeddings_and_output_weights": True}
 """An output layer with weights of its own."""
 
 QWEN25_LARGE: Mapping[str, Any] = {**UNTIED, "vocab_size": 152064, "layernorm_epsilon": 1e-05}
+QWEN3_EXPERTS: Mapping[str, Any] = {**UNTIED, "num_experts": 128, "moe_router_topk": 8}
 GEMMA2_27B: Mapping[str, Any] = {"kv_channels": 128, "softmax_scale": 1 / 12, "embedding_multiplier": sqrt(4608)}
 
 _NEOX = {"seq_length": 2048, "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True}
@@ -85,6 +89,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3": {
             **{**LLAMA, "kv_channels": 128, "qk_norm": "head", "vocab_size": 151936, "seq_length": 32768},
             **{"rotary_base": 1e6, "layernorm_epsilon": 1e-6},
+        },
+        "Mixtral": {**LLAMA, **UNTIED, "num_experts": 8, "vocab_size": 32000, "rotary_base": 1e6},
+        "OLMoE": {
+            **{**LLAMA, **UNTIED, "qk_norm": "all-heads", "vocab_size": 50304, "seq_length": 4096, "num_experts": 64},
+            **{"moe_router_topk": 8, "moe_router_pre_softmax": True},
+        },
+        "Granite": {
+            **{**LLAMA, "vocab_size": 49155, "seq_length": 131072, "rotary_base": 1.5e6, "layernorm_epsilon": 1e-6},
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "softmax_scale": 1 / 64},
+            **{"logit_multiplier": 1 / 6, "moe_router_topk": 8},
         },
         "OLMo 2": {
             **{**LLAMA, **UNTIED, "norm_placement": "post", "qk_norm": "all-heads", "vocab_size": 100352},
@@ -167,6 +181,8 @@ MODEL_PRESETS: Mapping[str, Preset] = MappingProxyType(
         "llama3.1-70b": _preset("Llama 3.1", 70.6e9, 80, 8192, 64, 28672, 8),
         "llama3.1-405b": _preset("Llama 3.1", 405e9, 126, 16384, 128, 53248, 8),
         "mistral-7b": _preset("Mistral", 7.24e9, 32, 4096, 32, 14336, 8),
+        "mixtral-8x7b": _preset("Mixtral", 46.7e9, 32, 4096, 32, 14336, 8, seq_length=32768),
+        "mixtral-8x22b": _preset("Mixtral", 141e9, 56, 6144, 48, 16384, 8, seq_length=65536),
         "qwen2.5-0.5b": _preset("Qwen2.5", 490e6, 24, 896, 14, 4864, 2),
         "qwen2.5-1.5b": _preset("Qwen2.5", 1.54e9, 28, 1536, 12, 8960, 2),
         "qwen2.5-3b": _preset("Qwen2.5", 3.09e9, 36, 2048, 16, 11008, 2),
@@ -180,6 +196,10 @@ MODEL_PRESETS: Mapping[str, Preset] = MappingProxyType(
         "qwen3-8b": _preset("Qwen3", 8.2e9, 36, 4096, 32, 12288, 8, **UNTIED),
         "qwen3-14b": _preset("Qwen3", 14.8e9, 40, 5120, 40, 17408, 8, **UNTIED),
         "qwen3-32b": _preset("Qwen3", 32.8e9, 64, 5120, 64, 25600, 8, **UNTIED),
+        "qwen3-30b-a3b": _preset("Qwen3", 30.5e9, 48, 2048, 32, 6144, 4, **QWEN3_EXPERTS, moe_ffn_hidden_size=768),
+        "qwen3-235b-a22b": _preset("Qwen3", 235e9, 94, 4096, 64, 12288, 4, **QWEN3_EXPERTS, moe_ffn_hidden_size=1536),
+        "olmoe-1b-7b": _preset("OLMoE", 6.9e9, 16, 2048, 16, 1024, 16),
+        "granite3.1-1b-a400m": _preset("Granite", 1.33e9, 24, 1024, 16, 512, 8, num_experts=32),
         "olmo2-7b": _preset("OLMo 2", 7.3e9, 32, 4096, 32, 11008, 32),
         "olmo2-13b": _preset("OLMo 2", 13.7e9, 40, 5120, 40, 13824, 40),
         "smollm3-3b": _preset("SmolLM3", 3.08e9, 36, 2048, 16, 11008, 4),

@@ -349,12 +349,44 @@ def convert_mlp(conversion: Conversion) -> None:
     conversion.flag("--ffn-hidden-size", -(-width // multiple) * multiple)
 
 
+def convert_experts(conversion: Conversion) -> None:
+    """Convert experts, which have no gates and no biases, and are dealt to the ranks of `model_parallel_size`."""
+    if not _has_experts(conversion):
+        conversion.take("moe_router_type")
+        return
+    conversion.choice("moe_router_type", "sinkhorn", TRAINING_CANNOT_BE_RUN)
+    if conversion.take("activation", "gelu") in GATED or conversion.take("mlp_type") == "llama":
+        conversion.refuse(f"activation {conversion.take('activation')}", "experts of NeoX have no gates")
+    interval, jitter = conversion.count("moe_expert_interval", 1) or 1, conversion.number("moe_jitter_eps")
+    if interval > 1 and conversion.take("use_bias_in_mlp", True):
+        conversion.refuse("use_bias_in_mlp true", "experts of NeoX have no biases, and here all MLPs are alike")
+    # The softmax is over all experts, and layers are counted from 0.
+    conversion.flag("--num-experts", conversion.count("moe_num_experts"))
+    conversion.flag("--moe-router-topk", conversion.count("moe_top_k", 1))
+    conversion.flag("--moe-router-pre-softmax")
+    conversion.flag("--moe-layer-freq", interval)
+    width = conversion.count("intermediate_size") or -(-4 * (conversion.count("hidden_size") or 0) // 256) * 256
+    conversion.flag("--moe-ffn-hidden-size", width)
+    if jitter:
+        conversion.flag("--moe-input-jitter-eps", jitter)
+    ranks = conversion.count("model_parallel_size", 1) or 1
+    if ranks > 1:
+        conversion.flag("--expert-model-parallel-size", ranks)
+        if not conversion.take("sequence_parallel", False):
+            conversion.flag("--sequence-parallel")
+            conversion.remark("sequence_parallel", "with experts tensor-parallel ranks have tokens of their own")
+
+
+def _has_experts(conversion: Conversion) -> bool:
+    return (conversion.count("moe_num_experts", 1) or 1) > 1
+
+
 def convert_biases_and_dropout(conversion: Conversion) -> None:
     """Convert biases, how attention and MLP are added, and dropout."""
     # NeoX's older gated MLP has no biases, and Transformer Engine's layers are always built with them.
     attention = bool(conversion.take("use_bias_in_attn_linear", True) or conversion.settings.get("te_mha"))
     mlp = bool(conversion.take("use_bias_in_mlp", True)) and conversion.take("mlp_type") != "llama"
-    mlp = mlp or bool(conversion.settings.get("te_layernorm_mlp"))
+    mlp = (mlp or bool(conversion.settings.get("te_layernorm_mlp"))) and not _has_experts(conversion)
     if not (attention and mlp):
         conversion.flag("--disable-bias-linear")
     if attention and not mlp:
@@ -708,6 +740,7 @@ def convert(
     convert_positions_and_norms(conversion)
     convert_attention(conversion)
     convert_mlp(conversion)
+    convert_experts(conversion)
     convert_biases_and_dropout(conversion)
     convert_initial_weights(conversion)
     convert_parallel(conversion)

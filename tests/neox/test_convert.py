@@ -34,6 +34,8 @@ LEAST = {
 }
 """Settings that NeoX itself needs."""
 
+EXPERTS: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk"}
+
 SMALL = {
     **{"pipe_parallel_size": 2, "model_parallel_size": 1, "num_layers": 12, "hidden_size": 768},
     **{"num_attention_heads": 12, "seq_length": 2048, "max_position_embeddings": 2048, "norm": "layernorm"},
@@ -200,6 +202,16 @@ def test_settings_left_out_have_neoxs_defaults() -> None:
             "--sliding-window 65 --window-attn-skip-freq [1,0,1,0]",
         ),
         ({"num_kv_heads": 2, "attention_type": "groupedquery"}, "--num-key-value-heads 2"),
+        (
+            EXPERTS | {"moe_top_k": 2, "moe_jitter_eps": 0.1, "model_parallel_size": 2},
+            "--num-experts 8 --moe-router-topk 2 --moe-router-pre-softmax "
+            "--moe-layer-freq 1 --moe-ffn-hidden-size 256 --moe-input-jitter-eps 0.1 --expert-model-parallel-size 2 "
+            "--sequence-parallel --disable-bias-linear --add-attention-bias",
+        ),
+        (
+            EXPERTS | {"moe_expert_interval": 2, "use_bias_in_mlp": False, "intermediate_size": 100},
+            "--moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2 --moe-ffn-hidden-size 100",
+        ),
     ],
 )
 def test_settings_and_their_flags(changes: dict[str, Any], words: str) -> None:
@@ -223,6 +235,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_mup": True}, "use_mup True: "),
     ({"no_such_key": 1}, "no_such_key 1: "),
     ({"pos_emb": "alibi"}, "pos_emb alibi: "),
+    ({"moe_num_experts": 8}, "moe_router_type sinkhorn: token slice 1 would wait"),
+    (EXPERTS | {"activation": "swiglu"}, "activation swiglu: experts of NeoX have no gates"),
+    (EXPERTS | {"moe_expert_interval": 2}, "use_bias_in_mlp true: experts of NeoX have no biases"),
+    (EXPERTS | {"hidden_dropout": 0.1}, "hidden_dropout 0.1: "),
     ({"norm": "scalenorm"}, "norm scalenorm: "),
     ({"use_bias_in_norms": False}, "use_bias_in_norms false: "),
     ({"activation": "mish"}, "activation mish: "),
