@@ -34,6 +34,7 @@ def rows_of_run(run: Run) -> dict[str, str]:
         lengths = f"{cuts.lengths[0]} to {cuts.lengths[-1]} tokens, by the documents of each micro-batch"
     found = f", found for {machine_in_words(run.config)}"
     sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
+    experts = f", {layout.expert_parallel_size} expert parallel" * (layout.expert_parallel_size > 1)
     varies = len(run.batch_sizes.steps) > 1
     offload = ", copies in host memory" * run.config.training.offload_token_slices
     return {
@@ -41,7 +42,9 @@ def rows_of_run(run: Run) -> dict[str, str]:
         f"{model.hidden_size}",
         "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {sequence}"
         f"{layout.tensor_parallel_size} tensor x "
-        f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
+        f"{layout.pipeline_parallel_size} pipeline parallel"
+        + (", sequence parallel" * parallel.sequence_parallel)
+        + experts,
         "stages": _stages(run),
         **_experts(run),
         "token slices": f"{pipeline.num_token_slices} of {lengths}{found * run.found_token_slices}",
