@@ -17,13 +17,13 @@ from deepspeed_ext.plan.measured import Comparison, StepRecord
 from deepspeed_ext.plan.memory import activation_over_time
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.parallel import BY_DOCUMENTS
+from megatron_terapipe.training.expert_loads import ExpertWatch
 from megatron_terapipe.training.instruments import Instruments, peak_tflops_here, tflops_per_device
 from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
 from megatron_terapipe.training.optimizer import set_step_sizes
 from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, weight_decay_at
-from megatron_terapipe.training.records import ExpertLoads, IterationMetrics, Progress
+from megatron_terapipe.training.records import IterationMetrics, Progress
 from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.run import Run
 
@@ -49,6 +49,7 @@ class TrainingStep:
         self._spikes = SpikeGuard(run.config.numbers)
         self._instruments = Instruments(self._logging, engine, report.note)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
+        self._experts = ExpertWatch(run.config.model, engine, report)
         self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
 
     def run(self, progress: Progress, batches: RememberedBatches) -> Progress:
@@ -73,7 +74,9 @@ class TrainingStep:
             for causal in (False, True)
         )
         spiky_loss, large_grads = self._spikes.check(progress.iteration, loss, grad_norm)
-        self._report_experts(progress.iteration)
+        is_first = progress.iteration == self._run.start.iteration + 1
+        if model.has_experts and (is_first or progress.iteration % self._logging.log_interval == 0):
+            self._experts.read(progress.iteration)
         self._report(
             IterationMetrics(
                 iteration=progress.iteration,
@@ -144,25 +147,6 @@ class TrainingStep:
         (directory / f"iteration_{iteration:06d}.json").write_text(step.to_json())
         if iteration == self._measured[-1][-1]:
             self._report.note(write_drawings(step, directory))
-
-    def _report_experts(self, iteration: int) -> None:
-        """Report the loads of experts and the losses of routers before each line of the log with iterations."""
-        model, is_first = self._run.config.model, iteration == self._run.start.iteration + 1
-        if not model.has_experts or (iteration % self._logging.log_interval and not is_first):
-            return
-        steps, counts, values = self._engine.take_tally()
-        layers = [number for number, block in enumerate(model.blocks) if block.num_experts]
-        of_layers = [LAYERS_BEFORE_BLOCKS + number for number in layers]
-        counts, losses = counts[of_layers], values[of_layers].mean(0).tolist()
-        self._report(
-            ExpertLoads(
-                iteration=iteration,
-                iterations=steps,
-                layers=tuple(layers),
-                loads=tuple(map(tuple, (counts / counts.double().mean(1, keepdim=True)).tolist())),
-                losses=dict(zip(model.router_losses, losses, strict=True)),
-            )
-        )
 
     def _peak_memory(self, iteration: int) -> tuple[int, ...] | None:
         settles = iteration == self._run.start.iteration + MEMORY_SETTLES_AFTER
