@@ -320,7 +320,7 @@ def latest_loads(lines: Sequence[ExpertLoads]) -> ExpertLoads | None:
 def starved_text(loads: ExpertLoads) -> str:
     """Return a line about the starved experts, at least one, with the remedy."""
     (load, layer, expert), *others = loads.starved
-    more = f", and {len(others)} more experts less than {STARVED_BELOW:.0%}" if others else ""
+    more = f", and {len(others)} more below {STARVED_BELOW:.0%}" if others else ""
     return (
         f"expert {expert} of layer {layer} received {load:.1%} of an even share of tokens over the last "
         f"{loads.iterations} iterations{more}: raise --moe-aux-loss-coeff, or add --moe-router-enable-expert-bias"
