@@ -17,7 +17,7 @@ TYPED := deepspeed_ext/plan $(addprefix megatron_terapipe/,command config doctor
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 SOURCES := deepspeed_ext megatron_terapipe benchmarks docs tests examples pretrain_gpt.py setup.py
 
-.PHONY: help demo test test-fast test-all check architecture audit style types docs docs-links faults format bench bench-engines gpu gpu-bench clean
+.PHONY: help demo demo-experts test test-fast test-all check architecture audit style types docs docs-links faults format bench bench-engines gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -33,6 +33,9 @@ $(VENV)/installed: setup.py Makefile
 
 demo: $(VENV)/installed ## train a GPT on real text: two stages, four token slices; ends in runs/demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh $(DEMO)
+
+demo-experts: $(VENV)/installed ## train 8 experts on the same text: two expert-parallel ranks, four token slices; ends in runs/experts
+	PATH="$(CURDIR)/$(BIN):$$PATH" examples/pretrain_experts.sh
 
 test: $(VENV)/installed ## all tests, on enough setups to cover every pair of values
 	$(PYTEST) --durations=30
