@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, jittered
+from deepspeed_ext.runtime.clocks import Observer
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
@@ -53,12 +54,13 @@ def balanced(kind: str) -> str:
 
 
 Z, SIGMOID = "--moe-z-loss-coeff 0.5", "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type"
 CAPACITY, JITTER = "--moe-expert-capacity-factor 0.8", "--moe-input-jitter-eps 0.2"
 SETUPS = [
     Setup(2, f"{PP2} {UNEVEN} {balanced('aux_loss')} {Z} {ZERO_BUBBLE} {SELECTIVE} {CAPACITY}", 3, fp64=True),
     Setup(2, f"{TP2} {EVEN} {SP} {balanced('seq_aux_loss')} {Z} {DROPOUT} {CAPACITY}", fp64=True),
-    Setup(2, f"{SEQ2} {EVEN} {balanced('document_aux_loss')} {PACKED} {SIGMOID} {JITTER}", fp64=True),
-    Setup(2, f"{UNEVEN} {balanced('global_aux_loss')} {PER_TOKEN} {DROPOUT}", 3, fp64=True),
+    Setup(2, f"{SEQ2} {EVEN} {balanced('document_aux_loss')} {PACKED} {SIGMOID} {JITTER} {EP2} allgather", fp64=True),
+    Setup(2, f"{UNEVEN} {balanced('global_aux_loss')} {PER_TOKEN} {DROPOUT} {EP2} alltoall {CAPACITY}", 3, fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {balanced('document_aux_loss')} {PACKED} {STAGE} {MODEL_CHUNKS}", 3, fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {balanced('global_aux_loss')} {FULL} {GPIPE}", 3, fp64=True),
     Setup(2, f"{PP2} {THERE_AND_BACK} {balanced('seq_aux_loss')} {JITTER}", fp64=True),
@@ -167,7 +169,14 @@ def step_of(setup: Setup) -> tuple[Step, np.ndarray, np.ndarray]:
     engines, build = [], trainer_engine.build_engine
     with patch.object(trainer_engine, "build_engine", lambda run: engines.append(build(run)) or engines[0]):
         step = gradients(setup)
-    tally = engines[0].take_tally()
+    engine = engines[0]
+    if "zero-bubble" in setup.flags:
+        # Neither counts anything, nor does the repeated forward of a backward.
+        data = batches(setup, engine.replica)
+        engine.replay(data, Observer())
+        engine.eval_batch(iter(data))
+    tally = engine.take_tally()
+    assert tally.steps == 1 and engine.take_tally().steps == 0
     return step, tally.counts.numpy(), tally.values.numpy()
 
 
