@@ -45,10 +45,13 @@ def test_texts_of_a_table_are_aligned() -> None:
     assert table({"a": "1", "long": "2"}) == ["  a     1", "  long  2"]
 
 
-def test_interleaved_with_one_stage_on_each_rank_is_1f1b() -> None:
+def test_expert_parallel_ranks_are_counted_once() -> None:
     experts = "--pipeline-model-parallel-size 1 --num-experts 4 --expert-model-parallel-size 2"
     shared = prepare(parse_arguments(f"{FLAGS.replace('--data-path unread', '--mock-data')} {experts}".split()), LAUNCH)
     assert rows_of_run(shared)["ranks"] == "2 = 2 data x 1 tensor x 1 pipeline parallel, 2 expert parallel"
+
+
+def test_interleaved_with_one_stage_on_each_rank_is_1f1b() -> None:
     assert rows_of_run(prepared("--pipeline-schedule interleaved"))["schedule"].endswith(
         "it is 1f1b: add --num-model-chunks 2"
     )
