@@ -1,7 +1,7 @@
 """Each field of run.json has a rule, and one line names the first that is broken."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError
-from tests.inference.checkpoints import checkpoint_info
+from tests.inference.checkpoints import MODEL, checkpoint_info
 
 VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "text_as_number": ({"iteration": "5"}, "iteration is '5', and must be a whole number from 0 to 1000000000"),
@@ -95,6 +96,37 @@ def test_latest_holds_a_name_and_no_path(tmp_path: Path, content: bytes) -> None
 def test_run_json_is_read_as_written(tmp_path: Path) -> None:
     checkpoint_info().write(tmp_path / "tag")
     assert CheckpointInfo.read(tmp_path / "tag") == checkpoint_info()
+
+
+def test_versions_without_experts_can_read_what_a_dense_model_saves() -> None:
+    names = {*checkpoint_info().model, *checkpoint_info().layout}
+    assert {"num_layers", "data_parallel_size"} <= names
+    assert [name for name in names if name.startswith("moe_") or "expert" in name] == []
+
+
+EXPERTS = replace(MODEL, num_experts=4, moe_router_topk=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({"num_experts": 8}, "--num-experts 4, this run 8: set --num-experts 4, or load another checkpoint"),
+        ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, "--moe-router-topk 2, this run 1: set"),
+        ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias False, this run True: set"),
+        ({"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "moe_token_dispatcher_type": "allgather"}, None),
+    ],
+)
+def test_a_run_may_change_the_losses_of_experts_and_not_their_rule(
+    changed: dict[str, Any], refused: str | None
+) -> None:
+    info = checkpoint_info(EXPERTS)
+    run = replace(EXPERTS, **changed), ParallelLayout(data_parallel_size=4, expert_parallel_size=2), "adam"
+    if refused is None:
+        info.check(*run, weights_only=False)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        info.check(*run, weights_only=False)
+    assert refused in str(caught.value)
 
 
 @settings(max_examples=50, deadline=None)
