@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.tensor_parallel import all_gather, reduce_scatter
@@ -252,9 +253,10 @@ class AllToAll:
         sizes = past.kept("sizes of the exchange", lambda: self._sizes(pairs))
         there, back = self._message(sizes.sent, sizes.received), self._message(sizes.received, sizes.sent)
         to_experts, to_tokens = Message(there, back), Message(back, there)
+        # Pairs of no expert are the last, and stay here.
+        num_sent = sum(sizes.sent)
         x_Rh, weights_R = (
-            started(permuted(x_Th, pairs), to_experts),
-            started(sorted_values(weights_TK, pairs), to_experts),
+            started(each[:num_sent], to_experts) for each in (permuted(x_Th, pairs), sorted_values(weights_TK, pairs))
         )
         # Pairs arrive by rank and expert.
         counts_Pe = sizes.counts_Pe
@@ -263,8 +265,8 @@ class AllToAll:
         here = Pairs.of(expert_R.unsqueeze(1), counts_Pe.shape[1])
 
         def start_back(y_Rh: Tensor) -> Arriving:
-            arriving = started(unpermuted(y_Rh, here), to_tokens)
-            return lambda: unpermuted(arriving(), pairs)
+            arriving, left = started(unpermuted(y_Rh, here), to_tokens), len(pairs.order_R) - num_sent
+            return lambda: unpermuted(F.pad(arriving(), (0, 0, 0, left)) if left else arriving(), pairs)
 
         return Dispatched(
             lambda: Given(permuted(x_Rh(), here), sorted_values(weights_R().unsqueeze(1), here), here), start_back

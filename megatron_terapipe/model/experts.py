@@ -92,13 +92,15 @@ class Router(nn.Module):
         self.balance = Balance(model, ranks, None if bias_E is None else lambda: self.expert_bias)
 
     def forward(self, x_Bnh: Tensor, past: Past) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts and their weights, 0 beyond the capacity: chosen_TK, weights_TK."""
+        """Return the chosen experts and their weights, E and 0 beyond the capacity: chosen_TK, weights_TK."""
         rows = len(x_Bnh)
         logits_TE = _WideProduct.apply(self.balance.jittered(x_Bnh, past).flatten(0, 1), self.weight)
         kept = past.kept("chosen experts", lambda: self._choose(logits_TE.detach(), rows, past))
         chosen_TK = kept[0].long()
         weights_TK = weigh(self.balance.with_losses(logits_TE, rows, past), chosen_TK, self.rule)
-        return chosen_TK, weights_TK if kept[1] is None else weights_TK * kept[1]
+        if kept[1] is None:
+            return chosen_TK, weights_TK
+        return chosen_TK.masked_fill(~kept[1], self.rule.num_experts), weights_TK * kept[1]
 
     def _choose(self, logits_TE: Tensor, rows: int, past: Past) -> tuple[Tensor, Tensor | None]:
         """Choose, count the choices, and find those within the capacity: chosen_TK, int16, within_TK."""

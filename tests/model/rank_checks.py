@@ -304,11 +304,14 @@ def _assert_losses(results: list[_Result]) -> None:
 
 
 def experts_on_ranks(ranks: TensorParallelRanks) -> None:
-    """Each rank has its tokens and its experts, by both dispatchers; the second forward is a repeated one."""
+    """Each rank has its tokens and its experts, by both dispatchers; the second forward is a repeated one.
+
+    With biases there is a capacity.
+    """
     if not ranks.sequence_parallel:
         return
     shared = {"moe_shared_expert_intermediate_size": 8, "activation": "swiglu", "disable_bias_linear": True}
-    for kind, settings in product(("alltoall", "allgather"), ({}, shared)):
+    for kind, settings in product(("alltoall", "allgather"), ({"moe_expert_capacity_factor": 0.8}, shared)):
         model = expert_config(moe_token_dispatcher_type=kind, **settings)
         whole, part = (ExpertLayer(model, model.blocks[0], each, each).double() for each in (ALONE, ranks))
         fill(whole, part, ranks)
