@@ -11,6 +11,7 @@ from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER
 from torch import Tensor, nn
 
 from tests.distributed import run_distributed
+from tests.runtime import expert_layers
 from tests.runtime.equivalence import stock
 from tests.runtime.reference import reference_gradients
 from tests.runtime.training import Setup, build, feed, losses, weights
@@ -56,6 +57,19 @@ def on_one() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Any]]:
     return run_distributed(_on_two, 2)
+
+
+def _on_four() -> dict[str, Any]:
+    found: dict[str, Any] = {"norms": _reported_norms(WITH_NORMS)}
+    if torch.distributed.get_rank() == 0:
+        found["on one rank"] = expert_layers.trained_on_one()
+    # Last the one that changes the accelerator.
+    return found | {"experts": expert_layers.trained_in_all_setups()}
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[dict[str, Any]]:
+    return run_distributed(_on_four, 4)
 
 
 # ---------------------------------------------------------------------- clipping counts one stage (U1)
@@ -105,18 +119,42 @@ def _reported_norms(setups: list[Setup]) -> list[float]:
     return reported
 
 
-def test_gradient_norm_is_that_of_the_whole_model_in_every_mode() -> None:
-    setups = [
-        Setup(pp=2, dp=2, cut=CUT),
-        Setup(pp=2, dp=2, cut=CUT, tied=False),
-        Setup(pp=2, dp=2, cut=CUT, zero=1),
-        Setup(pp=4, cut=CUT),
-    ]
-    by_rank = run_distributed(_reported_norms, 4, setups)
-    for index, setup in enumerate(setups):
+WITH_NORMS = [
+    Setup(pp=2, dp=2, cut=CUT),
+    Setup(pp=2, dp=2, cut=CUT, tied=False),
+    Setup(pp=2, dp=2, cut=CUT, zero=1),
+    Setup(pp=4, cut=CUT),
+]
+
+
+def test_gradient_norm_is_that_of_the_whole_model_in_every_mode(on_four) -> None:
+    for index, setup in enumerate(WITH_NORMS):
         _, gradients = reference_gradients(setup)
-        for reported in by_rank:
-            assert reported[index] == pytest.approx(norm_of_all([gradients]), rel=1e-6), str(setup)
+        for found in on_four:
+            assert found["norms"][index] == pytest.approx(norm_of_all([gradients]), rel=1e-6), str(setup)
+
+
+# ---------------------------------------------------------------------- norms of experts are means over copies
+
+
+@pytest.mark.parametrize("number", range(len(expert_layers.SETUPS)), ids=map(str, expert_layers.SETUPS))
+def test_ranks_that_share_experts_step_as_one_rank(number: int, on_four) -> None:
+    """In DeepSpeed a stage without experts, and tensor-parallel ranks that share experts, have no part in a norm."""
+    expected, setup = on_four[0]["on one rank"], expert_layers.SETUPS[number]
+    relative = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}[setup.dtype]
+    (holders,) = (ranks for ranks in setup.layout.groups("expert_copies") if expert_layers.BAD_RANK in ranks)
+    for found in (of_rank["experts"][number] for of_rank in on_four):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=relative)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=relative)
+        assert setup.dtype != "fp32" or found["zeros"] == expected["zeros"]
+        for name, weight in found["weights"].items():
+            whole = expected["weights"][name]
+            own = whole[found["first"] :][: len(weight)] if name.endswith("experts") else whole
+            np.testing.assert_allclose(weight, own, rtol=relative, atol=relative, err_msg=name)
+        assert found["skipped"], "a bad update of one rank is an update of none"
+        assert found["differences"] == []
+        assert len(found["broken"]) == (len(holders) > 1)
+        assert all("1.experts" in line and "(ranks with the same experts)" in line for line in found["broken"])
 
 
 # ---------------------------------------------------------------------- tied weights part (U2)
