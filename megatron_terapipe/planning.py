@@ -270,7 +270,8 @@ def with_dispatcher(config: Config, data_parallel_size: int) -> Config:
         placed = priced.placed(strategy)
         return float(priced.stage_ops(placed)[:2].sum())  # forwards and backwards
 
-    return min(with_type("alltoall"), with_type("allgather"), key=seconds)
+    exact = with_type("alltoall")
+    return exact if config.expert_ranks_cut_apart else min(exact, with_type("allgather"), key=seconds)
 
 
 def check_schedule(

@@ -197,11 +197,24 @@ class Config:
                 f"--num-experts {experts} with --tensor-model-parallel-size {tensor} and without --sequence-parallel "
                 "would compute every token's experts on each tensor-parallel rank: add --sequence-parallel"
             )
+        elif self.model.moe_token_dispatcher_type == "allgather" and self.expert_ranks_cut_apart:
+            raise ConfigError(
+                f"--moe-token-dispatcher-type allgather needs as many tokens on each of {size} expert-parallel ranks, "
+                f"and --token-slices {BY_DOCUMENTS} gives replicas other lengths: use alltoall, or --token-slices "
+                f"{BALANCED}"
+            )
         if self.model.balances_documents and not self.data.separates_documents:
             raise ConfigError(
                 "--moe-router-load-balancing-type document_aux_loss balances each document, and those of a sample are "
                 "not separated: add --reset-attention-mask, or take seq_aux_loss"
             )
+
+    @property
+    def expert_ranks_cut_apart(self) -> bool:
+        """Whether expert-parallel ranks are of several replicas, whose token slices have lengths of their own."""
+        parallel = self.parallel
+        of_stage = parallel.ranks_of_a_replica // parallel.pipeline_model_parallel_size
+        return parallel.token_slices == BY_DOCUMENTS and of_stage % parallel.expert_model_parallel_size > 0
 
     def _check_vocabulary_stages(self) -> None:
         parallel, model = self.parallel, self.model

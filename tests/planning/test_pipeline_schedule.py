@@ -12,7 +12,7 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.experts import few_tokens
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning import check_schedule, expert_exchange, host_copies, pipeline_schedule
+from megatron_terapipe.planning import check_schedule, expert_exchange, host_copies, pipeline_schedule, plan_run
 
 REQUIRED = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
@@ -73,6 +73,16 @@ def test_waits_for_sizes_are_proven_before_a_run(words: str, exchange: str, unde
     assert expert_exchange(config) == exchange
     assert check_schedule(schedule, config, [1]) is None
     assert [proof.under_ops for proof in schedule.proven.values()] == [under_ops]
+
+
+def test_replicas_with_cuts_of_their_own_exchange_exact_sizes() -> None:
+    words = "--num-token-slices 2 --token-slices balanced-by-documents --reset-attention-mask "
+    with pytest.raises(ConfigError, match=r"--token-slices balanced-by-documents gives replicas other lengths: use alltoall, or"):
+        parse(f"{words} {EXPERTS} allgather")
+    found = plan_run(parse(f"{words} {EXPERTS} auto"), 4).config
+    assert expert_exchange(found) == "alltoall"
+    # Ranks of one replica have parts of the same token slice.
+    parse(f"{words} {EXPERTS} allgather --ds-sequence-parallel-size 2")
 
 
 @pytest.mark.parametrize(
