@@ -162,12 +162,8 @@ class Proof(NamedTuple):
         if exchange is not ExpertExchange.ALLTOALL:
             return None if exchange is ExpertExchange.NONE else "allgather: no host waits"
         waits = "alltoall: all hosts of a stage wait in every forward for the sizes"
-        if self.under_ops:
-            return waits
-        return (
-            f"{waits}, so messages travel between ops: for messages under ops take one stage on each rank, or "
-            "--moe-token-dispatcher-type allgather"
-        )
+        between = "messages travel between ops; under ops with allgather, or with one stage on each rank"
+        return waits if self.under_ops else f"{waits}, and {between}"
 
 
 class SimulatedSchedule:

@@ -197,7 +197,7 @@ def test_a_schedule_that_shared_hardware_queues_lock_is_not_free_of_deadlock(cap
     between = (
         "--schedule gpipe --stages 2 --model-chunks 2 --micro-batches 1 --token-slices 2 --moe-token-dispatcher-type"
     )
-    assert f"{waits}, so messages travel between ops: " in printed(f"{between} alltoall")
+    assert f"{waits}, and messages travel between ops; " in printed(f"{between} alltoall")
     assert main([*words.split(), "1"]) == 1
     assert capsys.readouterr().out.endswith("14 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32\n")
 
