@@ -77,7 +77,9 @@ def test_waits_for_sizes_are_proven_before_a_run(words: str, exchange: str, unde
 
 def test_replicas_with_cuts_of_their_own_exchange_exact_sizes() -> None:
     words = "--num-token-slices 2 --token-slices balanced-by-documents --reset-attention-mask "
-    with pytest.raises(ConfigError, match=r"--token-slices balanced-by-documents gives replicas other lengths: use alltoall, or"):
+    with pytest.raises(
+        ConfigError, match=r"--token-slices balanced-by-documents gives replicas other lengths: use alltoall, or"
+    ):
         parse(f"{words} {EXPERTS} allgather")
     found = plan_run(parse(f"{words} {EXPERTS} auto"), 4).config
     assert expert_exchange(found) == "alltoall"
