@@ -419,7 +419,7 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
     """Return the layout of a configuration over ranks, with its token slices found for `auto`.
 
     Args:
-        config: the configuration; where token slices are to be found, its vocabulary size is known.
+        config: the configuration; where token slices or a dispatcher are to be found, its vocabulary size is known.
     """
     layout = config.parallel.layout(world_size)
     # Its errors are raised before any search.

@@ -42,6 +42,10 @@ MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Model chunks that are tried. With more, a stage has few layers, and launches and transfers are most of its time."""
 
 
+LEAST_TOKENS = 256
+"""Tokens of an expert in a token slice below which its products are slow: two tiles of rows."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
     """Parallelism, batch and memory savings of a run; the keys of its JSON object are its fields, in their order.
@@ -366,6 +370,23 @@ class Strategy:
     def granularity(self) -> int:
         """Tokens of which every token slice needs a multiple, as many as there are ranks that share its tokens."""
         return self.sequence_parallel_size * (self.tensor_parallel_size if self.sequence_parallel else 1)
+
+    def few_tokens(self, model: ModelConfig) -> str | None:
+        """A warning if experts have few tokens of a token slice, which makes their products slow; None if not."""
+        if model.num_experts is None:
+            return None
+        of_slice = self.micro_batch_size * model.seq_length / (self.num_token_slices * self.granularity)
+        mean = self.expert_parallel_size * of_slice * model.moe_router_topk / model.num_experts
+        if mean >= LEAST_TOKENS:
+            return None
+        fewer = int(self.num_token_slices * mean / LEAST_TOKENS)
+        remedy = f"take {fewer} token slices or fewer" if fewer > 1 else "take one token slice, or larger micro-batches"
+        if self.num_token_slices == 1:
+            remedy = "take larger micro-batches, or more expert-parallel ranks"
+        return (
+            f"an expert has {mean:.4g} tokens of a token slice on average, and its products are slow with fewer than "
+            f"{LEAST_TOKENS}: {remedy}"
+        )
 
     def cut(self, seq_length: int) -> TokenSlices:
         """Return the token slices of a sequence of `seq_length` tokens."""

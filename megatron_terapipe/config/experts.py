@@ -173,30 +173,6 @@ class ExpertSettings:
         return layers_of_pattern(pattern, num_layers, "--moe-layer-freq")
 
 
-LEAST_TOKENS = 256
-"""Tokens of an expert in a token slice below which its products are slow: two tiles of rows of a matrix product."""
-
-
-def few_tokens(settings: ExpertSettings, tokens: float, num_token_slices: int) -> str | None:
-    """Return a warning if experts have few tokens, which slows their products; None if not.
-
-    Args:
-        tokens: of a token slice and micro-batch, on all expert-parallel ranks together.
-    """
-    experts, top_k = settings.num_experts, settings.moe_router_topk
-    mean = LEAST_TOKENS if experts is None else tokens * top_k / experts
-    if mean >= LEAST_TOKENS:
-        return None
-    fewer = int(num_token_slices * mean / LEAST_TOKENS)
-    remedy = f"take {fewer} token slices or fewer" if fewer > 1 else "take one token slice, or larger micro-batches"
-    if num_token_slices == 1:
-        remedy = "take larger micro-batches, or more expert-parallel ranks"
-    return (
-        f"an expert has {mean:.4g} tokens of a token slice on average, and its products are slow with fewer than "
-        f"{LEAST_TOKENS}: {remedy}"
-    )
-
-
 def resolve_experts(settings: ExpertSettings, ffn_hidden_size: int) -> None:
     """Fill in the width of an expert."""
     if settings.num_experts is not None:

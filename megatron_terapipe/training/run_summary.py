@@ -10,10 +10,10 @@ from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, interleaved
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.experts import few_tokens
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.planning import expert_exchange, machine_in_words
+from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.auto_plan import absent_files, without_files
 from megatron_terapipe.training.run import Run, prepare
 
@@ -120,13 +120,9 @@ def _experts(run: Run) -> dict[str, str]:
 
 def _few_tokens(run: Run) -> list[str]:
     """Return the warning of few tokens for each expert, for a run on accelerators or a dry run."""
-    config, layout = run.config, run.layout
-    if get_accelerator().device_name() == "cpu" and not config.training.dry_run:
+    if get_accelerator().device_name() == "cpu" and not run.config.training.dry_run:
         return []
-    of_rank = layout.sequence_parallel_size * layout.tensor_parallel_size
-    count = run.pipeline.num_token_slices
-    tokens = config.batch.micro_batch_size * config.model.seq_length / count * layout.expert_parallel_size / of_rank
-    line = few_tokens(config.model, tokens, count)
+    line = Strategy.of_config(run.config, run.layout.data_parallel_size).few_tokens(run.config.model)
     return [] if line is None else [f"warning: {line}"]
 
 

@@ -1,5 +1,6 @@
 """Schedule and stages of a run, by its flags, and the bytes of its token slices that wait on the host."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.experts import few_tokens
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_schedule, expert_exchange, host_copies, pipeline_schedule, plan_run
+from megatron_terapipe.strategy import Strategy
 
 REQUIRED = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
@@ -75,6 +76,13 @@ def test_waits_for_sizes_are_proven_before_a_run(words: str, exchange: str, unde
     assert [proof.under_ops for proof in schedule.proven.values()] == [under_ops]
 
 
+def test_the_faster_dispatcher_is_found_for_short_and_for_long_token_slices() -> None:
+    small = parse(f"--num-token-slices 2 --vocab-size 1000 {EXPERTS} auto")
+    wide = {"hidden_size": 4096, "kv_channels": 1024, "seq_length": 4096, "max_position_embeddings": 4096}
+    large = replace(small, model=replace(small.model, **wide))
+    assert [expert_exchange(plan_run(config, 4).config) for config in (small, large)] == ["allgather", "alltoall"]
+
+
 def test_replicas_with_cuts_of_their_own_exchange_exact_sizes() -> None:
     words = "--num-token-slices 2 --token-slices balanced-by-documents --reset-attention-mask "
     with pytest.raises(
@@ -88,18 +96,19 @@ def test_replicas_with_cuts_of_their_own_exchange_exact_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "count", "remedy"),
+    ("rows", "count", "remedy"),
     [
-        (1024, 4, None),
-        (1023, 4, "take 3 token slices or fewer"),
-        (256, 4, "take one token slice, or larger micro-batches"),
-        (128, 1, "take larger micro-batches, or more expert-parallel ranks"),
+        (16, 4, None),
+        (15, 4, "take 3 token slices or fewer"),
+        (4, 4, "take one token slice, or larger micro-batches"),
+        (3, 1, "take larger micro-batches, or more expert-parallel ranks"),
     ],
 )
-def test_few_tokens_of_an_expert_are_named(tokens: int, count: int, remedy: str | None) -> None:
-    line = few_tokens(parse("--num-experts 8 --moe-router-topk 2").model, tokens, count)
+def test_few_tokens_of_an_expert_are_named(rows: int, count: int, remedy: str | None) -> None:
+    strategy = Strategy(micro_batch_size=rows, num_token_slices=count, expert_parallel_size=2)
+    line = strategy.few_tokens(parse("--num-experts 8 --moe-router-topk 2").model)
     assert line is None if remedy is None else line is not None and line.endswith(f"fewer than 256: {remedy}")
-    assert few_tokens(parse("").model, 1, 1) is None
+    assert strategy.few_tokens(parse("").model) is None
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ class LayerPrices:
         """Seconds [...] of tokens on their way to their experts and back: in a forward, a backward, a forward again.
 
         `alltoall` sends each token to the ranks of its experts, as many to the rank with most as `Experts.imbalance`
-        has; a forward exchanges the sizes first, and waits on the host for them, after which launches begin anew.
+        has; a forward exchanges the sizes first, and waits on the host for them, after which launches start again.
         `allgather` sends all tokens to all ranks, and adds parts up.
         """
         experts, efficiency = query.layer.experts, self.efficiency
