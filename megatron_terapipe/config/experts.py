@@ -170,7 +170,13 @@ class ExpertSettings:
         pattern = self.moe_layer_freq.strip()
         if pattern.isdigit() and int(pattern):
             return tuple(index % int(pattern) == 0 for index in range(num_layers))
-        return layers_of_pattern(pattern, num_layers, "--moe-layer-freq")
+        layers = layers_of_pattern(pattern, num_layers, "--moe-layer-freq")
+        if not any(layers):
+            raise ConfigError(
+                f"--moe-layer-freq {pattern} has no layer of experts, and --num-experts is {self.num_experts}: list a 1, "
+                "or drop --num-experts"
+            )
+        return layers
 
 
 def resolve_experts(settings: ExpertSettings, ffn_hidden_size: int) -> None:
