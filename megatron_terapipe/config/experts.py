@@ -173,8 +173,8 @@ class ExpertSettings:
         layers = layers_of_pattern(pattern, num_layers, "--moe-layer-freq")
         if not any(layers):
             raise ConfigError(
-                f"--moe-layer-freq {pattern} has no layer of experts for --num-experts {self.num_experts}: list a 1, or "
-                "drop --num-experts"
+                f"--moe-layer-freq {pattern} has no layer of experts for --num-experts {self.num_experts}: list a 1, "
+                "or drop --num-experts"
             )
         return layers
 
