@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 
 from megatron_terapipe.config.presets import LLAMA, UNTIED
 
-_USUAL: Mapping[str, Any] = {**LLAMA, **UNTIED, "kv_channels": 128}
+_USUAL: Mapping[str, Any] = {**LLAMA, **UNTIED, "kv_channels": 128, "moe_token_dispatcher_type": "alltoall"}
 
 
 def _model(
@@ -92,9 +92,19 @@ CLUSTERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 LAYOUT = ("gpus", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "seq")
 
-EVEN_STEPS = ("published table", "published step time", "measured A/B")
-"""Beginnings of the `quality` of rows whose time is one of throughput. Others are checks of correctness, projections,
-or headlines."""
+NO_SPEED = "headline", "measured, short"
+"""Beginnings of the `quality` of rows that measure no steady step."""
+
+RECIPES: Mapping[tuple[str, str], tuple[str, bool]] = MappingProxyType(
+    {
+        ("qwen330ba3b", ""): ("hybridep", False),
+        ("qwen3235ba22b", "h100"): ("alltoall", True),
+        ("qwen3235ba22b", "gb200"): ("hybridep", False),
+    }
+)
+"""Dispatcher of tokens, and whether other micro-batches hide its exchanges, by model and beginning of a system, for
+rows of Megatron-Bridge that do not print them: those of its recipes (src/megatron/bridge/perf_recipes). The others are
+`alltoall`, without."""
 
 
 class LeftOutError(Exception):
@@ -116,24 +126,30 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
     model, cluster, devices = _settings(row), CLUSTERS[_system(row)], row["gpus"]
     ranks = row["tp"] * row["pp"] * row["cp"]
     chunks = row.get("vpp") or 1
+    # Megatron's default are the tensor-parallel ranks of attention; recipes of other publications set 1.
+    cut = row.get("etp") or (row["tp"] if "dgxc" in row["source"] else 1)
+    dispatcher, overlaps = _exchange(row)
     strategy = {
         "data_parallel_size": devices // ranks,
         "context_parallel_size": row["cp"],
         "tensor_parallel_size": row["tp"],
         "pipeline_parallel_size": row["pp"],
-        "expert_parallel_size": row["ep"],
-        # Before tensor-parallel ranks of experts were set apart, experts had those of attention.
-        "expert_tensor_parallel_size": row.get("etp") or row["tp"],
+        # Ranks that share the experts: those that share one of them are among these.
+        "expert_parallel_size": row["ep"] * cut,
+        "expert_tensor_parallel_size": cut,
+        "expert_dispatcher": dispatcher,
+        "overlaps_expert_exchange": overlaps,
         "micro_batch_size": row["micro_batch"],
         "global_batch_size": row["global_batch"],
         "num_model_chunks": chunks,
         "schedule": "interleaved" if chunks > 1 else "1f1b",
         "sequence_parallel": row["tp"] > 1,
         "zero_stage": 1,
+        "recompute": "full" if "full" in str(row.get("recompute")) else "none",
     }
     precision = "bf16" if row["precision"].lower() == "bf16" else "fp8"
     names = {"layers": model["num_layers"], "gpus": devices, "batch": row["global_batch"], "tokens": row["seq"]}
-    group = ", ".join([row["model"], row["system"], *(f"{name} {value}" for name, value in names.items())])
+    group = ", ".join([_known(row), _system(row), *(f"{name} {value}" for name, value in names.items())])
     return {
         "source": f"Megatron-core with experts, {precision}",
         "id": str(row.get("id", "")),
@@ -142,9 +158,21 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "cluster": {**cluster, "num_devices": devices},
         "software": "megatron-core",
         "precision": precision,
+        "forced_balance": not str(row.get("routing")).startswith("real"),
         "strategy": strategy,
         "measured": {"iteration_time_s": row["step_time_s"]},
     }
+
+
+def _exchange(row: Mapping[str, Any]) -> tuple[str, bool]:
+    """Dispatcher, and whether its exchanges are hidden."""
+    named = str(row.get("dispatcher") or (row.get("features") or {}).get("moe_dispatcher") or "").lower()
+    recipe = ("alltoall", False)
+    if "Bridge" in row["source"] and not named:
+        fits = (each for each in RECIPES if _known(row) == each[0] and _system(row).startswith(each[1]))
+        recipe = RECIPES.get(next(fits, ("", "")), recipe)
+    dispatcher = next((each for each in ("deepep", "hybridep", "alltoall") if each in named), recipe[0])
+    return dispatcher, bool(row.get("a2a_overlap", recipe[1]))
 
 
 def _system(row: Mapping[str, Any]) -> str:
@@ -154,8 +182,10 @@ def _system(row: Mapping[str, Any]) -> str:
 def _check(row: Mapping[str, Any]) -> None:
     if not str(row.get("task")).startswith("pretrain"):
         raise LeftOutError("not pretraining")
-    if not str(row.get("quality")).startswith(EVEN_STEPS):
-        raise LeftOutError("a check, a projection or a headline, not a measurement of speed")
+    if str(row.get("quality")).startswith(NO_SPEED):
+        raise LeftOutError("a headline, or a few steps")
+    if row.get("release") == "verification card" and row["task"] == "pretrain":
+        raise LeftOutError("a check of correctness, whose publisher calls its speed no result")
     if row.get("in_head") is False:
         raise LeftOutError("corrected or withdrawn by its publisher")
     missing = [name for name in (*LAYOUT, "precision", "step_time_s") if row.get(name) is None]
@@ -167,7 +197,8 @@ def _check(row: Mapping[str, Any]) -> None:
         raise LeftOutError(f"no data sheet of {_system(row)}")
 
 
-def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
+def _known(row: Mapping[str, Any]) -> str:
+    """Name of its model in `MODELS`."""
     name = re.sub(r"[^a-z0-9]", "", row["model"].lower()).removeprefix("release")
     for pattern, cause in NOT_WRITTEN.items():
         if re.search(pattern, name):
@@ -175,7 +206,11 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
     known = max((each for each in MODELS if name.startswith(each)), key=len, default=None)
     if known is None:
         raise LeftOutError(f"model {row['model']} not known")
-    settings = {**MODELS[known], "seq_length": row["seq"], "max_position_embeddings": row["seq"]}
+    return known
+
+
+def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {**MODELS[_known(row)], "seq_length": row["seq"], "max_position_embeddings": row["seq"]}
     if row.get("layers"):
         settings["num_layers"] = row["layers"]
     return settings

@@ -265,7 +265,12 @@ class _Reader:
         """Return the trial of one line."""
         where = f"{self._path}:{number}"
         document = parse_json(line, where, infinite=True)
-        entry = read_entry(TrialEntry, trial_of_row(document) if is_row(document) else document, where)
+        if is_row(document):
+            try:
+                return self._trial(read_entry(TrialEntry, trial_of_row(document), where), where, number)
+            except UserError as error:
+                raise LeftOutError("a layout that no strategy describes") from error
+        entry = read_entry(TrialEntry, document, where)
         try:
             return self._trial(entry, where, number)
         except UserError as error:
