@@ -79,7 +79,7 @@ def test_sizes_are_those_of_the_publication(tmp_path: Path, model: str, billions
         ({"task": "sft"}, "not pretraining"),
         ({"quality": "headline only"}, "a headline"),
         ({"release": "verification card"}, "a check of correctness"),
-        ({"vpp": 17}, "no strategy describes"),
+        ({"vpp": 40}, "no strategy describes"),
         ({"in_head": False}, "withdrawn"),
         ({"ep": None}, "layout not known (ep)"),
         ({"fsdp": 64}, "divided among replicas"),
