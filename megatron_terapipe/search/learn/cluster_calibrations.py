@@ -99,7 +99,7 @@ class Calibrations:
             alike_ready = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
             return alike_ready[0] if len(alike_ready) == 1 else self._none
         alike = [one for one in trials if one.site[2] == several_nodes]
-        chosen = alike if len(alike) >= ENOUGH else trials
+        chosen = alike if min(len(alike), len(trials) - len(alike)) >= ENOUGH else trials
         self._progress(f"calibrating on {len(chosen)} trials of {chosen[0].source or chosen[0].path} ({device})")
         if self._profile is None:
             return calibrate(chosen, trials)

@@ -35,7 +35,7 @@ from megatron_terapipe.search.machine.trainers import (
     MEGATRON_LM,
     SOFTWARE,
 )
-from megatron_terapipe.search.price.workload import Workload, gpt_workload
+from megatron_terapipe.search.price.workload import IMBALANCE, Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import GptEntry
 from megatron_terapipe.strategy import Strategy
 
@@ -187,6 +187,9 @@ class StrategyEntry(LooseEntry):
     schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
     num_micro_batches: Count | None = None
     context_parallel_size: Count | None = None
+    expert_tensor_parallel_size: Count = 1
+    expert_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    overlaps_expert_exchange: bool = False
     layers_per_stage_counting_embedding_and_head: list[int] | None = None
 
 
@@ -218,6 +221,7 @@ class TrialEntry(LooseEntry):
     strategy: StrategyEntry
     software: Literal[tuple(SOFTWARE)] | None = None  # type: ignore[valid-type]
     precision: Literal["fp16", "bf16", "fp32", "fp8"] | None = None
+    forced_balance: bool = False
     measured: MeasuredEntry
 
 
@@ -280,12 +284,14 @@ class _Reader:
     def _trial(self, entry: TrialEntry, where: str, number: int) -> Trial:
         cluster = self._once("cluster", entry.cluster, lambda: _cluster(entry.cluster, where))
         values = {name: entry.model[name] for name in MODEL_FIELDS if name in entry.model}
-        model = self._once("model", values, lambda: gpt_workload(_model(values, where)))
+        imbalance = 1.0 if entry.forced_balance else IMBALANCE
+        key = {**values, "": imbalance}
+        model = self._once("model", key, lambda: gpt_workload(_model(values, where), imbalance=imbalance))
         strategy, ends = _strategy(entry.strategy, model, where)
         workload = model
         if ends:
             whole = replace(model, first_dealt=0, end_dealt=len(model.layers))
-            workload = self._once("model with ends", values, lambda: whole)
+            workload = self._once("model with ends", key, lambda: whole)
         if strategy.world_size > cluster.num_devices:
             raise ConfigError(
                 f"{where}: strategy has {strategy.world_size} ranks (data_parallel_size x "
@@ -310,7 +316,7 @@ class _Reader:
             workload=workload,
             cluster=cluster,
             strategy=strategy,
-            software=SOFTWARE[published_software(entry.source, entry.software or "")],
+            software=_software(entry),
             precision=entry.precision or ("bf16" if is_bf16 else "fp16"),
             activation_limit=_schedule(entry.strategy)[1],
             iteration_time_s=measured.iteration_time_s,
@@ -323,6 +329,23 @@ class _Reader:
             line=number,
             ignored={f"{part}{name}": value for part, more in extras.items() for name, value in (more or {}).items()},
         )
+
+
+HIDDEN_EXCHANGE = 0.37
+"""Share of the exchanges of tokens that Megatron's `overlap_moe_expert_parallel_comm` hides: 36.55 % of the time of
+messages in a profile of Qwen3-30B-A3B (github.com/NVIDIA-NeMo/Megatron-Bridge,
+skills/nemo-mbridge-perf-expert-parallel-overlap)."""
+
+
+def _software(entry: TrialEntry) -> Software:
+    software, strategy = SOFTWARE[published_software(entry.source, entry.software or "")], entry.strategy
+    communication = replace(
+        software.communication,
+        cuts_experts=strategy.expert_tensor_parallel_size > 1,
+        sends_once=strategy.expert_dispatcher != "alltoall",
+        hidden_exchange=HIDDEN_EXCHANGE if strategy.overlaps_expert_exchange else 0.0,
+    )
+    return replace(software, communication=communication)
 
 
 def _cluster(document: dict[str, Any], where: str) -> Cluster:

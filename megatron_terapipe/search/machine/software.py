@@ -83,6 +83,9 @@ class Operators:
     """Packing and unpacking of the messages of a head exchange [channel of a query, key, value or output]."""
     routing: Operator = Operator(forward=4, backward=5, forward_kernels=12, backward_kernels=12)
     """Choice of experts, rows in the order of the experts, and sums of a token's rows [hidden state of a row]."""
+    expert_bias: Operator = NOTHING
+    """Bias of the second product of experts, where that product does not add it [hidden state of a chosen row]; its
+    kernels are those of one expert."""
     expert_activation: Operator = Operator(forward=5, backward=8)
     """Activation function of experts, and the weight of each row [number that it puts out]."""
 
@@ -99,6 +102,8 @@ class Products:
     accumulates_in_place: bool = False
     """Whether the product of the gradient itself adds to the sum, and these bytes move under it; a look-up then adds
     only to the rows that were used."""
+    groups_experts: bool = True
+    """Whether one kernel computes the product of all experts of a rank, on devices that have such a kernel."""
     expert_accumulation_bytes: float = 0.0
     """Bytes that each backward moves for a weight after the grouped product of its gradient, where that cannot add to
     the sum."""
@@ -165,6 +170,14 @@ class Communication:
     heads."""
     sums_at_once: bool = False
     """Whether parallel attention and MLP are summed in one reduction (`Layer.sums_at_once`)."""
+    cuts_experts: bool = False
+    """Whether tensor-parallel ranks share each expert, as they share other matrices: they gather the rows that one of
+    them gets, and sum parts of its output. They are then among the ranks that share the experts."""
+    sends_once: bool = False
+    """Whether a token travels once to each node and to each rank, however many of its experts are there, as with
+    DeepEP and HybridEP."""
+    hidden_exchange: float = 0.0
+    """Share of the exchanges of tokens that ops of other micro-batches hide."""
     overlaps_shared_experts: bool = False
     """Whether shared experts are computed while tokens travel to their experts and back."""
     reduction_bytes: int | None = None

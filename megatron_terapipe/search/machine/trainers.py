@@ -262,12 +262,24 @@ MEGATRON_CORE = Software(
         head_norm=Operator(forward=2, backward=3),
         heads=NOTHING,
         exchange=NOTHING,
+        # `_apply_bias` of megatron/core/transformer/moe/experts.py, expert by expert in fp32: bias times weight (4) and
+        # sum (10), then all put together (8) and cast (6). Back the cast (6); of each expert products with weight and
+        # bias (16), their sums (8), a cast of the rows (6), one of the bias, and both biases added to their gradients;
+        # rows put together (4).
+        expert_bias=Operator(forward_bytes=28, backward_bytes=40, forward_kernels=2, backward_kernels=8),
         # Maximum, sum of exponentials and probability in one pass each over fp32 copies, as the shared loss does it.
         loss=Operator(forward_bytes=22, backward_bytes=14, forward_kernels=8, backward_kernels=4),
         embedding=Operator(forward=2, backward=2, forward_kernels=4, backward_kernels=4),
     ),
     # Products add weight gradients to sums in fp32 themselves.
-    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=8, accumulates_in_place=True),
+    # Transformer Engine's GroupedLinear launches the product of each expert.
+    products=Products(
+        forward_kernels=1,
+        backward_kernels=2,
+        accumulation_bytes=8,
+        accumulates_in_place=True,
+        groups_experts=False,
+    ),
     attention=AttentionCore(
         kernel="flash-attention-2",
         on=(("hopper", "cudnn"), ("blackwell", "cudnn")),

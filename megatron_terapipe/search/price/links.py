@@ -105,6 +105,10 @@ class GroupTopology(NamedTuple):
         """Return some of the groups: the arrays at an index of numpy, in its shape; numbers as they are, [...]."""
         return GroupTopology(*(part if np.ndim(part) == 0 else np.asarray(part)[index] for part in self))
 
+    def every(self, stride: ScalarOrArray) -> "GroupTopology":
+        """Return the groups of every `stride`-th rank of these, which use the links at the same time."""
+        return self._replace(size=self.size / stride, network_bandwidth=self.network_bandwidth / stride)
+
 
 ALONE = GroupTopology(1, 1.0, 1.0, 0.0, 1.0, 0.0)
 """A group of one rank, without messages."""
@@ -418,6 +422,26 @@ def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
     inside_s = np.where(in_a_node > 1, inside + topology.inside_latency_s, 0.0)
     network_s = np.where(np.greater(topology.num_nodes, 1), network + topology.network_latency_s, 0.0)
     return np.where(np.greater(size, 1), np.maximum(inside_s, network_s) + efficiency.collective_s, 0.0)
+
+
+def dispatch_s(
+    num_bytes: ScalarOrArray, chosen: int, topology: GroupTopology, efficiency: HardwareEfficiency
+) -> ScalarOrArray:
+    """Seconds of an exchange that sends each token once to a node and once to a rank; arguments broadcast.
+
+    Of n nodes, or ranks, a share 1 - (1 - 1/n)^chosen has an expert of a token, where experts are chosen evenly.
+
+    Args:
+        num_bytes: bytes of the tokens of one rank, once for each expert that they choose.
+    """
+    size, nodes = np.maximum(topology.size, 1), topology.num_nodes
+    tokens, in_a_node = num_bytes / chosen, size / nodes
+    on_nodes, on_ranks = (1 - (1 - 1 / each) ** chosen for each in (nodes, size))
+    leaving = in_a_node * tokens * (nodes - 1) * on_nodes
+    network = leaving / (topology.network_bandwidth * efficiency.network_efficiency) + topology.network_latency_s
+    inside = tokens * (size - nodes) * on_ranks / (topology.inside_bandwidth * efficiency.inside_efficiency)
+    moving = np.maximum(inside + topology.inside_latency_s, np.where(np.greater(nodes, 1), network, 0.0))
+    return np.where(np.greater(size, 1), moving + efficiency.collective_s, 0.0)
 
 
 def transfer_bandwidth(links: BoundaryLinks, efficiency: HardwareEfficiency) -> ScalarOrArray:

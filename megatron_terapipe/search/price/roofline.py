@@ -360,25 +360,40 @@ class Roofline:
     def _experts(self, query: LayerQuery, experts: Experts) -> Iterator[_Part]:
         """Yield the router, its choice, and the products and activations of the experts of the rank with most rows."""
         device, operators, hidden = query.device, self.software.operators, query.layer.hidden_size
-        rows, here = query.expert_rows(experts), experts.number / query.expert_parallel_size
+        cut = query.tensor_parallel_size if self.software.communication.cuts_experts else 1.0
+        rows, here = cut * query.expert_rows(experts), cut * experts.number / query.expert_parallel_size
         for product in experts.products:
-            yield self._expert_product(product, device, rows, here)
+            yield self._expert_product(product, device, rows, here, cut)
+        if experts.parameters > experts.number * experts.weights:
+            bias = self._operator(operators.expert_bias, device, rows * hidden)
+            kernels = {name: here * getattr(bias, name) for name in ("forward_kernels", "input_kernels")}
+            yield bias._replace(**kernels)
         router = Product(hidden, experts.number)
         yield replace(self, precision="fp32")._product(router, device, 1.0, query.routed_tokens)
         held = query.routed_tokens * experts.chosen * held_rows(experts, query.expert_parallel_size)
-        # Rows that come from other ranks are sorted once more.
-        yield self._operator(operators.routing, device, held * hidden, np.where(query.shares_experts, 2.0, 1.0))
+        # Rows that come from other ranks are sorted once more; tokens that are sent once become rows only there.
+        sorts = np.where(query.shares_experts, 2.0, 1.0)
+        moved = held / sorts if self.software.communication.sends_once else held
+        yield self._operator(operators.routing, device, moved * hidden, sorts)
         yield self._operator(operators.expert_activation, device, held * experts.width)
 
-    def _expert_product(self, product: Product, device: Device, rows: ScalarOrArray, matrices: ScalarOrArray) -> _Part:
+    def _expert_product(
+        self, product: Product, device: Device, rows: ScalarOrArray, matrices: ScalarOrArray, cut: ScalarOrArray
+    ) -> _Part:
         """A product of some experts that have so many rows together: one kernel in half precision from Ampere on.
 
         Rows of an expert fill tiles of `TILE` rows, the last one by half.
         """
-        is_grouped = device.is_gpu and self.precision != "fp32" and device.generation not in NOT_GROUPED
-        inputs, outputs, kernels = product.inputs, product.outputs, self.software.products
+        kernels = self.software.products
+        is_grouped = (
+            kernels.groups_experts
+            and device.is_gpu
+            and self.precision != "fp32"
+            and device.generation not in NOT_GROUPED
+        )
+        inputs, outputs = product.per_rank(cut)  # type: ignore[arg-type]
         filled = rows + matrices * TILE / 2 * device.is_gpu
-        weights, launches = matrices * product.weights, 1.0 if is_grouped else matrices
+        weights, launches = matrices * inputs * outputs, 1.0 if is_grouped else matrices
         adding = kernels.expert_accumulation_bytes * is_grouped
         if not kernels.accumulates_in_place:
             adding = kernels.accumulation_bytes

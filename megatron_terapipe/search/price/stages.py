@@ -37,6 +37,7 @@ from megatron_terapipe.search.price.links import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
+    dispatch_s,
     reduce_scatter_s,
 )
 from megatron_terapipe.search.price.step import exposed_under
@@ -201,7 +202,7 @@ class LayerPrices:
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
         exchanges = ring_s if communication.ring else head_exchange_s
         exchange = exchanges(query, links.sequence, efficiency, self.element_bytes)
-        routed_forward, routed_backward, routed_again = self._expert_exchange_s(query, links.expert, kernels)
+        routed_forward, routed_backward, routed_again = self._expert_exchange_s(query, links, kernels)
         if query.recompute == "stage":
             kernels = _ops_of_recomputed_stage(query.layer, kernels)
         # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
@@ -238,7 +239,7 @@ class LayerPrices:
         )
 
     def _expert_exchange_s(
-        self, query: LayerQuery, topology: GroupTopology, kernels: LayerTimes
+        self, query: LayerQuery, links: LayerLinks, kernels: LayerTimes
     ) -> tuple[ScalarOrArray, ScalarOrArray, ScalarOrArray]:
         """Seconds [...] of tokens on their way to their experts and back: in a forward, a backward, a forward again.
 
@@ -246,7 +247,7 @@ class LayerPrices:
         has; a forward exchanges the sizes first, and waits on the host for them, after which launches start again.
         `allgather` sends all tokens to all ranks, and adds parts up.
         """
-        experts, efficiency = query.layer.experts, self.efficiency
+        experts, efficiency, topology = query.layer.experts, self.efficiency, links.expert
         if experts is None or not np.any(np.greater(topology.size, 1)):
             return 0.0, 0.0, 0.0
         row, drain = self.element_bytes * query.layer.hidden_size, np.zeros(())
@@ -256,13 +257,26 @@ class LayerPrices:
                 gathered, topology, efficiency
             )
         else:
-            there_and_back = 2 * all_to_all_s(row * query.expert_rows(experts), topology, efficiency)
+            there_and_back = 2 * self._all_to_all_s(row * query.expert_rows(experts), experts.chosen, query, links)
             drain = np.where(np.greater(topology.size, 1), efficiency.collective_s + efficiency.launch_s, 0.0)
+        there_and_back = (1 - self.communication.hidden_exchange) * there_and_back
         if not self.communication.overlaps_shared_experts:
             return there_and_back + drain, there_and_back, there_and_back
         forward = exposed_under(there_and_back, kernels.shared_experts, efficiency)
         backward = exposed_under(there_and_back, BACKWARD_PER_FORWARD * kernels.shared_experts, efficiency)
         return forward + drain, backward, forward
+
+    def _all_to_all_s(
+        self, num_bytes: ScalarOrArray, chosen: int, query: LayerQuery, links: LayerLinks
+    ) -> ScalarOrArray:
+        """Seconds [...] of the rows of tokens on their way to their experts, as many bytes from each rank."""
+        if self.communication.sends_once:
+            return dispatch_s(num_bytes, chosen, links.expert, self.efficiency)
+        if not self.communication.cuts_experts:
+            return all_to_all_s(num_bytes, links.expert, self.efficiency)
+        cut = query.tensor_parallel_size
+        gathered = all_gather_s(cut * num_bytes, links.tensor, self.efficiency)
+        return all_to_all_s(num_bytes, links.expert.every(cut), self.efficiency) + gathered
 
 
 def stage_ops(counts: Floats, ops: Floats) -> Floats:

@@ -114,7 +114,7 @@ class Experts:
     width: int
     """Width of the hidden layer of one."""
     products: tuple[Product, ...]
-    """Matrices of one, none of which tensor-parallel ranks share."""
+    """Matrices of one; tensor-parallel ranks share them only where a trainer cuts experts."""
     parameters: int
     """Those of all experts, which are among `Layer.parameters`."""
     dispatcher: Literal["auto", "alltoall", "allgather"] = "auto"
@@ -383,7 +383,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
             number=shape.num_experts,
             chosen=model.moe_router_topk,
             width=shape.ffn_hidden_size,
-            products=_mlp_products(model, shape.ffn_hidden_size, "none", "none"),
+            products=_mlp_products(model, shape.ffn_hidden_size, "column", "row"),
             parameters=flops.expert_parameters(model, shape),
             dispatcher=model.moe_token_dispatcher_type,
             imbalance=imbalance,
