@@ -5,8 +5,8 @@
     propose_strategies     the few trials that reduce uncertainty most
 
 A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Times on one node
-and on several are calibrated apart where there are enough of either, since hundreds of the one would outvote a few of
-the other. Trials without a source are of any cluster. Clusters without trials keep the defaults.
+and on several are calibrated apart where there are enough of both, since hundreds of the one would outvote some of the
+other; a few of the other make constants surer. Trials without a source are of any cluster. Clusters without trials keep the defaults.
 
 Choice of trials: with slopes J of log(time), a trial of strategy i changes the covariance C of the constants'
 logarithms to
@@ -49,7 +49,7 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-ENOUGH = 8  # trials on one node, or on several, from which on they are calibrated apart
+ENOUGH = 8  # trials on one node, and on several, from which on they are calibrated apart
 
 Progress = Callable[[str], None]
 
