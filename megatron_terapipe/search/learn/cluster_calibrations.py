@@ -6,7 +6,8 @@
 
 A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Times on one node
 and on several are calibrated apart where there are enough of both, since hundreds of the one would outvote some of the
-other; a few of the other make constants surer. Trials without a source are of any cluster. Clusters without trials keep the defaults.
+other; a few of the other make constants surer. Trials without a source are of any cluster. Clusters without trials keep
+the defaults.
 
 Choice of trials: with slopes J of log(time), a trial of strategy i changes the covariance C of the constants'
 logarithms to

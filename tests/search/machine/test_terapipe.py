@@ -35,7 +35,7 @@ def described(operator: Operator) -> list[tuple[float, float]]:
     ]
 
 
-OF_EXPERTS = ("routing", "expert_activation")
+OF_EXPERTS = ("routing", "expert_activation", "expert_bias")
 """Counted with the products of experts, below."""
 
 
