@@ -13,6 +13,7 @@ The text is the State of the Union addresses (12 MB), byte by byte. Ends with a 
 Is continued pretraining equal to a plain loop over transformers? The same folder, samples and AdamW.
 
     python -m benchmarks.convergence continued --output runs/continued [--folder FOLDER] [--seq-length 64]
+        [--expert-ranks 2]
 
     ours    `pretrain_gpt.py --load FOLDER` on two stages, with four token slices
     theirs  a loop over the model of transformers, in one process
@@ -239,11 +240,11 @@ def _backward(model: Any, tokens: Tensor, labels: Tensor, per_step: int) -> floa
     return loss.item()
 
 
-def train_ours(words: Sequence[str], metrics: Path) -> dict[int, float]:
+def train_ours(words: Sequence[str], metrics: Path, ranks: int = 2) -> dict[int, float]:
     """Return the loss of each iteration of the trainer."""
     metrics.unlink(missing_ok=True)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run(["deepspeed", "--num_accelerators", "2", "pretrain_gpt.py", *words], check=True, env=environment)
+    subprocess.run(["deepspeed", "--num_accelerators", str(ranks), "pretrain_gpt.py", *words], check=True, env=environment)
     return curve(metrics, "lm_loss")
 
 
@@ -254,6 +255,7 @@ def continued(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="model to continue (default: a random one)")
     parser.add_argument("--seq-length", type=int, default=64)
     parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--expert-ranks", type=int, choices=(1, 2), default=1, help="replicas that share the experts")
     options = parser.parse_args(argv)
     prepare(options.output)
     folder = options.folder or options.output / "model"
@@ -262,9 +264,11 @@ def continued(argv: Sequence[str] | None = None) -> None:
     data = f"--data-path {options.output}/speeches_text_document --train-iters {options.iterations}"
     given = f"--seq-length {options.seq_length} {data} --load {folder} --metrics-file {metrics}"
     words = f"{CONTINUED_TRAINING} {given}".split()
+    if options.expert_ranks > 1:
+        words += ["--expert-model-parallel-size", "2", "--micro-batch-size", "1"]
     theirs = dict(enumerate(losses_of_transformers(parse_arguments(words), folder), start=1))
     (options.output / "theirs.json").write_text(json.dumps(theirs))
-    ours = train_ours(words, metrics)
+    ours = train_ours(words, metrics, 2 * options.expert_ranks)
     print(f"{'iteration':>9} {'theirs':>10} {'ours':>10} {'difference':>11}")
     for iteration, loss in theirs.items():
         if iteration in (1, 2, 5) or iteration % 10 == 0:
