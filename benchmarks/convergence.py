@@ -244,7 +244,9 @@ def train_ours(words: Sequence[str], metrics: Path, ranks: int = 2) -> dict[int,
     """Return the loss of each iteration of the trainer."""
     metrics.unlink(missing_ok=True)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run(["deepspeed", "--num_accelerators", str(ranks), "pretrain_gpt.py", *words], check=True, env=environment)
+    subprocess.run(
+        ["deepspeed", "--num_accelerators", str(ranks), "pretrain_gpt.py", *words], check=True, env=environment
+    )
     return curve(metrics, "lm_loss")
 
 
