@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from itertools import islice, product
+from itertools import product
 from random import Random
 
 import pytest
@@ -182,8 +183,7 @@ class Assigned(Events):
 
 def test_one_queue_for_all_streams_is_the_worst_assignment():
     locked = {"one queue": 0, "some assignment": 0}
-    for seed, (_, orders, shape) in enumerate(islice(drawn_pipelines(), 0, None, 3)):
-        programs = lower(fixed(orders), shape)
+    for seed, (_, _, shape, programs) in enumerate(drawn_programs()[::3]):
         if seed % 2:
             programs = with_early_posts(programs, shape)
         one = is_locked(programs, shape, Device(hardware_queues=1))
@@ -220,9 +220,14 @@ def drawn_pipelines():
         yield "random", random_orders(shape, random), shape
 
 
+@cache
+def drawn_programs():
+    """These pipelines and their programs, lowered once for several tests."""
+    return [(name, orders, shape, lower(fixed(orders), shape)) for name, orders, shape in drawn_pipelines()]
+
+
 def test_lowered_programs_end_on_any_device_or_the_setting_that_helps_is_named():
-    for name, orders, shape in drawn_pipelines():
-        programs = lower(fixed(orders), shape)
+    for name, _, shape, programs in drawn_programs():
         assumes = check_programs(programs, shape, Device(hardware_queues=32))
         check_programs(programs, shape, Device(host_waits=False, warms_up=False))
         try:
@@ -242,12 +247,11 @@ def test_evaluations_end_with_every_assignment_of_streams(placement):
 
 def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
     locked = with_one_queue = 0
-    for name, orders, shape in drawn_pipelines():
+    for name, orders, shape, programs in drawn_programs():
         settled = lower(fixed(orders), shape, under_ops=False)
         if is_locked(settled, shape, Device(drains=Drains.ALL_RANKS, hardware_queues=1)):
             assert name == "random"
             with_one_queue += 1
-        programs = lower(fixed(orders), shape)
         locked += is_locked(programs, shape, Device(drains=Drains.ALL_RANKS))
         # Without a drain, every schedule with a name ends with every assignment of streams.
         assert name == "random" or not is_locked(programs, shape, Device(drains=Drains.NONE, hardware_queues=1))
