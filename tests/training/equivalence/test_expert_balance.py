@@ -56,12 +56,13 @@ def balanced(kind: str) -> str:
 Z, SIGMOID = "--moe-z-loss-coeff 0.5", "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type"
 CAPACITY, JITTER = "--moe-expert-capacity-factor 0.8", "--moe-input-jitter-eps 0.2"
+LIMITED_CHUNKS = f"{CAPACITY} {MODEL_CHUNKS}"
 SETUPS = [
     Setup(2, f"{PP2} {UNEVEN} {balanced('aux_loss')} {Z} {ZERO_BUBBLE} {SELECTIVE} {CAPACITY}", 3, fp64=True),
-    Setup(2, f"{TP2} {EVEN} {SP} {balanced('seq_aux_loss')} {Z} {DROPOUT} {CAPACITY}", fp64=True),
+    Setup(2, f"{TP2} {EVEN} {SP} {balanced('seq_aux_loss')} {Z} {JITTER} {CAPACITY}", fp64=True),
     Setup(2, f"{SEQ2} {EVEN} {balanced('document_aux_loss')} {PACKED} {SIGMOID} {JITTER} {EP2} allgather", fp64=True),
     Setup(2, f"{UNEVEN} {balanced('global_aux_loss')} {PER_TOKEN} {DROPOUT} {EP2} alltoall {CAPACITY}", 3, fp64=True),
-    Setup(2, f"{PP2} {UNEVEN} {balanced('document_aux_loss')} {PACKED} {STAGE} {MODEL_CHUNKS}", 3, fp64=True),
+    Setup(2, f"{PP2} {UNEVEN} {balanced('document_aux_loss')} {PACKED} {STAGE} {LIMITED_CHUNKS}", 3, fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {balanced('global_aux_loss')} {FULL} {GPIPE}", 3, fp64=True),
     Setup(2, f"{PP2} {THERE_AND_BACK} {balanced('seq_aux_loss')} {JITTER}", fp64=True),
     Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {balanced('aux_loss')} {Z} {CAPACITY}", fp64=True),
