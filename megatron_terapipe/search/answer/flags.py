@@ -15,7 +15,7 @@ from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import needs_fp16
-from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.price.workload import IMBALANCE, Workload, gpt_workload
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
@@ -53,6 +53,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     for name in CHANGES:
         meaning = meanings[name].partition(". ")[0].rstrip(".")
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: MODEL's)")
+    group.add_argument(
+        "--expert-imbalance",
+        type=float,
+        metavar="FACTOR",
+        help=f"tokens of the expert-parallel rank with most, relative to the mean (default: {IMBALANCE})",
+    )
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
@@ -176,8 +182,20 @@ def model_of(options: argparse.Namespace) -> Workload:
 
     changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
     if options.model == FROM_FLAGS:
-        return parse_workload({}, "MODEL -", changes)
-    return read_workload(options.model, changes)
+        workload = parse_workload({}, "MODEL -", changes)
+    else:
+        workload = read_workload(options.model, changes)
+    factor = options.expert_imbalance
+    if factor is None:
+        return workload
+    if not workload.numbers_of_experts or not 1 <= factor <= max(workload.numbers_of_experts):
+        has = f"{max(workload.numbers_of_experts)} experts" if workload.numbers_of_experts else "no experts"
+        raise ConfigError(
+            f"--expert-imbalance {factor:g} is not from 1, where all ranks have as many tokens, to the number of "
+            f"experts, and {options.model} has {has}: correct it, or drop it"
+        )
+    assert workload.config is not None, "only a GPT has experts"
+    return gpt_workload(workload.config, workload.name, imbalance=factor)
 
 
 def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:

@@ -270,8 +270,12 @@ class Workload:
     def with_length(self, seq_length: int) -> "Workload":
         """Return the same GPT with sequences of another length."""
         assert self.config is not None, "only of a GPT"
-        imbalances = [layer.experts.imbalance for layer in self.layers if layer.experts is not None]
-        return gpt_workload(replace(self.config, seq_length=seq_length), imbalance=max(imbalances, default=IMBALANCE))
+        return gpt_workload(replace(self.config, seq_length=seq_length), imbalance=self.imbalance)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Imbalance of its experts."""
+        return next((layer.experts.imbalance for layer in self.layers if layer.experts is not None), IMBALANCE)
 
     @cached_property
     def numbers_of_experts(self) -> tuple[int, ...]:
