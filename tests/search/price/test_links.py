@@ -29,6 +29,7 @@ from megatron_terapipe.search.price.links import (
     reduce_scatter_s,
     transfer_s,
 )
+from megatron_terapipe.search.rank.space import divisors
 from tests.search.price.machines import A100, NODE, nodes
 
 
@@ -101,11 +102,13 @@ def placed_ranks(draw: st.DrawFn) -> tuple[Cluster, ParallelLayout, tuple[int, .
     tensor = draw(st.integers(1, cluster.num_devices))
     pipeline = draw(st.integers(1, cluster.num_devices // tensor))
     sequence = draw(st.integers(1, cluster.num_devices // (tensor * pipeline)))
+    data = cluster.num_devices // (tensor * pipeline * sequence)
     layout = ParallelLayout(
-        data_parallel_size=cluster.num_devices // (tensor * pipeline * sequence),
+        data_parallel_size=data,
         sequence_parallel_size=sequence,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
+        expert_parallel_size=draw(st.sampled_from(divisors(data * sequence * tensor))),
     )
     devices = draw(st.permutations(range(cluster.num_devices)))
     return cluster, layout, draw(st.sampled_from([None, tuple(devices[: layout.world_size])]))
@@ -135,6 +138,8 @@ def test_links_of_groups_are_those_of_each_group(
         (found.tensor, layout.groups("tensor")),
         (found.sequence, layout.groups("sequence")),
         (found.data, list(copies.values())),
+        (found.expert, layout.groups("expert")),
+        (found.expert_copies, layout.groups("expert_copies")),
     ):
         stages = by_stage(groups)
         leaving = Counter(node for stage in stages for group in stage if len(group) > 1 for node in group)

@@ -45,6 +45,12 @@ def coarse(problem: SearchProblem, **others: Any) -> Choices:
 FEATURES = {"sliding_window": 100, "window_attn_skip_freq": "2", "attention_softcap": 30.0, "qk_norm": "head"}
 """Layers of two kinds, and attention that is written out."""
 
+EXPERTS = {
+    **{"num_experts": 8, "moe_ffn_hidden_size": 512, "moe_layer_freq": "2", "moe_shared_expert_intermediate_size": 256},
+    **{"activation": "swiglu", "disable_bias_linear": True},
+}
+FEW = {"num_token_slices": (1, 3), "num_model_chunks": (1, 2), "stage_partition": ("uniform",)}
+
 
 @pytest.mark.parametrize(
     ("name", "features", "others"),
@@ -53,6 +59,8 @@ FEATURES = {"sliding_window": 100, "window_attn_skip_freq": "2", "attention_soft
         ("uniform", FEATURES, {}),
         ("slow network", {}, LONG),
         ("uniform", FEATURES, LONG),
+        ("uniform", EXPERTS, FEW),
+        ("mixed", EXPERTS, FEW),
     ],
 )
 def test_bounds_of_time(name: str, features: dict[str, Any], others: dict[str, Any]) -> None:
@@ -74,7 +82,9 @@ def test_bounds_of_time(name: str, features: dict[str, Any], others: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("features", "others"), [({}, {}), (FEATURES, {}), (FEATURES, LONG)], ids=["plain", "windows", "long"]
+    ("features", "others"),
+    [({}, {}), (FEATURES, {}), (FEATURES, LONG), (EXPERTS, FEW)],
+    ids=["plain", "windows", "long", "experts"],
 )
 def test_strategies_rejected_for_memory_do_not_fit(features: dict[str, Any], others: dict[str, Any]) -> None:
     cluster = small_cluster(num_nodes=1, num_devices=4)

@@ -54,6 +54,39 @@ def test_trainer_accepts_legal_strategies_of_long_sequences(seed: int) -> None:
         check_trainable(strategy, problem.workload.config)
 
 
+EXPERTS = {"num_experts": 12, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 48}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_trainer_accepts_legal_strategies_of_experts(seed: int) -> None:
+    cluster = small_cluster(num_nodes=3, num_devices=4)
+    problem = small_problem(cluster, global_batch_size=12, num_layers=7 + seed, **EXPERTS)
+    choices = all_choices(problem).constrained({"num_token_slices": (1, 3), "num_model_chunks": (1, 2)})
+    assert choices["expert_parallel_size"] == (1, 2, 3, 4, 6, 12)
+    found = list(drawn(problem, 25, seed, choices))
+    for strategy in found:
+        assert broken_rule(strategy, problem) is None
+        check_trainable(strategy, problem.workload.config)
+    assert len({strategy.expert_parallel_size for strategy in found}) > 3
+
+
+REFUSED_OF_EXPERTS = {
+    "ranks of a stage": dict(data_parallel_size=4, pipeline_parallel_size=2, expert_parallel_size=6),
+    "experts": dict(data_parallel_size=8, expert_parallel_size=8),
+    "tokens of tensor-parallel ranks": dict(tensor_parallel_size=2),
+}
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, {}], ids=["experts", "dense"])
+@pytest.mark.parametrize("name", REFUSED_OF_EXPERTS)
+def test_trainer_refuses_layouts_of_experts(name: str, experts: dict[str, int]) -> None:
+    problem = small_problem(small_cluster(num_nodes=16), num_layers=6, **experts)
+    strategy = Strategy(global_batch_size=8, **REFUSED_OF_EXPERTS[name])
+    refused = bool(experts) or strategy.expert_parallel_size > 1
+    assert (broken_rule(strategy, problem) is not None) == refused
+    assert trains(strategy, problem) != refused
+
+
 REFUSED = {
     "heads": dict(tensor_parallel_size=16),
     "heads of a part": dict(tensor_parallel_size=2, sequence_parallel_size=8),
