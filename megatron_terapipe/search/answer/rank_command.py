@@ -154,10 +154,7 @@ def run(options: argparse.Namespace) -> int:
     entries = (
         replace(entry, prediction=costs.with_interval(entry.strategy, entry.price, pricing)) for entry in result.entries
     )
-    model, winner = problem.workload.config, next(iter(result.entries), None)
-    few = None if model is None or winner is None else winner.strategy.few_tokens(model)
     all_notes = (
-        *([] if few is None else [f"of the first strategy, {few}"]),
         *(*advice_notes(advice, problem), *notes, *costs.notes, *how_sure(result), *proposed),
         *(rival_note(rival, problem.cluster.num_devices) for rival in advice.rivals),
     )

@@ -17,7 +17,6 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED
-from megatron_terapipe.config.experts import few_tokens
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
@@ -206,17 +205,13 @@ class CostModel:
 
     def _notes_of_experts(self, strategy: Strategy) -> Iterator[str]:
         """Yield the assumption about expert-parallel ranks, and a warning if experts have few tokens."""
-        config, count = self.workload.config, strategy.num_token_slices
         if strategy.expert_parallel_size > 1:
             yield (
                 f"the expert-parallel rank with most tokens is assumed to have {self.workload.imbalance:g} times the "
                 "mean (--expert-imbalance)"
             )
-        if config is not None and self.workload.numbers_of_experts:
-            shared_by = strategy.sequence_parallel_size * strategy.tensor_parallel_size
-            sequences = strategy.micro_batch_size * strategy.expert_parallel_size / shared_by
-            line = few_tokens(config, sequences * self.workload.seq_length / count, count)
-            yield from () if line is None else (line,)
+        if self.workload.config is not None and (line := strategy.few_tokens(self.workload.config)) is not None:
+            yield line
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Return the seconds of ops per stage and token slice, and of messages, as the plan reads them."""

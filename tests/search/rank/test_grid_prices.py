@@ -60,7 +60,6 @@ FEW = {"num_token_slices": (1, 3), "num_model_chunks": (1, 2), "stage_partition"
         ("slow network", {}, LONG),
         ("uniform", FEATURES, LONG),
         ("uniform", EXPERTS, FEW),
-        ("mixed", EXPERTS, FEW | {"pipeline_parallel_size": (1, 2), "micro_batch_size": (1,), "recompute": ("none",)}),
     ],
 )
 def test_bounds_of_time(name: str, features: dict[str, Any], others: dict[str, Any]) -> None:
