@@ -1,6 +1,7 @@
 """Mixtures of experts: the cost over a dense model of the same active FLOPs, and the gain of token slices.
 
-Cost on one rank: steps of both models take turns, with one token slice and with several.
+Cost on one rank: steps of both models take turns, with one token slice and with several. An expert has N K / E tokens
+of a token slice of N tokens: with few, its products are slow.
 
     python -m benchmarks.experts overhead [--token-slices 1 8] [--experts 8] [--top-k 2]
 
@@ -40,10 +41,18 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.config.pipeline import balanced_token_slices
 
+MICRO_BATCHES = 4
+"""Micro-batches of a step on one rank: the optimizer updates the weights of all experts once in so many."""
+
 
 def models(options: argparse.Namespace) -> dict[str, ModelConfig]:
     """The dense model and the mixture of experts, by name; every layer of the mixture has experts."""
-    dense = replace(benchmark_model(options.layers, llama=True), ffn_hidden_size=options.ffn_hidden_size)
+    dense = replace(
+        benchmark_model(options.layers, llama=True),
+        ffn_hidden_size=options.ffn_hidden_size,
+        seq_length=options.seq_length,
+        max_position_embeddings=options.seq_length,
+    )
     width = options.ffn_hidden_size // options.top_k
     experts = replace(
         dense,
@@ -55,14 +64,17 @@ def models(options: argparse.Namespace) -> dict[str, ModelConfig]:
     return {"dense": dense, "experts": experts}
 
 
-def parsed(argv: Sequence[str] | None, token_slices: Sequence[int], layers: int) -> argparse.Namespace:
-    """Return the options."""
+def parsed(
+    argv: Sequence[str] | None, token_slices: Sequence[int], layers: int, seq_length: int = SEQ_LENGTH
+) -> argparse.Namespace:
+    """Print the sizes, and return the options."""
     parser = Parser(description=__doc__)
     parser.add_argument("--token-slices", type=int, nargs="+", default=list(token_slices), metavar="S")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--ffn-hidden-size", type=int, default=2048, help="of the dense model")
     parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--seq-length", type=int, default=seq_length)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(argv)
     flops = {name: iteration_flops(model, 1) for name, model in models(options).items()}
@@ -81,7 +93,7 @@ def overhead(argv: Sequence[str] | None = None) -> None:
     for name, model in models(options).items():
         data = batches(model, for_deepspeed=False)
         for count in options.token_slices:
-            engine = our_engine(model, balanced_token_slices(model, count), 1, num_stages=1)
+            engine = our_engine(model, balanced_token_slices(model, count), MICRO_BATCHES, num_stages=1)
             steps[count, name] = partial(engine.train_batch, data)
     times = {name: median(seconds) for name, seconds in seconds_in_turns(steps, options.rounds).items()}
     print(f"{'token slices':>12} {'dense s':>9} {'experts s':>10} {'over dense':>11}")
@@ -106,7 +118,7 @@ def step(built: tuple[Any, Iterator[Any]]) -> None:
 
 def token_slices(argv: Sequence[str] | None = None) -> None:
     """Measure and print the gain of token slices."""
-    options = parsed(argv, (8,), 8)
+    options = parsed(argv, (8,), 8, 4096)
     worlds = {
         (name, count): World(2, build, model, count)
         for name, model in models(options).items()
