@@ -177,9 +177,10 @@ def _weight_gradient(weight: Tensor, gradient_Ro: Tensor, x_Ri: Tensor, pairs: P
         for of_expert, own in zip(sums.of_first_dimension(), pairs.of_experts(), strict=True):
             of_expert.add_product(gradient_Ro[own], x_Ri[own])
         return None
-    target = torch.zeros_like(weight) if total_Eoi is None else total_Eoi
+    target, factor = (torch.empty_like(weight), 0) if total_Eoi is None else (total_Eoi, 1)
     for of_expert, own in zip(target.flatten(1, -2), pairs.of_experts(), strict=True):
-        of_expert.addmm_(gradient_Ro[own].t(), x_Ri[own])
+        # With a factor of 0 the first gradients are not read, and those of an expert without tokens become 0.
+        of_expert.addmm_(gradient_Ro[own].t(), x_Ri[own], beta=factor)
     return target if total_Eoi is None else None
 
 
