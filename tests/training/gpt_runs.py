@@ -13,7 +13,7 @@ from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.data.loader import Batch
-from megatron_terapipe.planning import with_found_token_slices
+from megatron_terapipe.planning import with_dispatcher, with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
@@ -55,7 +55,7 @@ FAMILIES = {
         f"{LLAMA.replace('swiglu', 'activation geglu-exact')} --add-attention-bias --residual-multiplier 0.3"
         " --embedding-multiplier 12 --logit-multiplier 0.25 --rotary-scaling-factor 2 --embedding-init-method-std 0.02"
     ),
-    "mixtral": f"{LLAMA} --num-experts 4",
+    "mixtral": f"{LLAMA} --num-experts 4 --moe-token-dispatcher-type alltoall",
     # Every token goes to all experts, so that no rounding changes a choice.
     "experts": (
         "--num-experts 4 --moe-router-topk 4 --moe-router-score-function sigmoid --moe-ffn-hidden-size 24"
@@ -118,7 +118,8 @@ def run_of(setup: Setup) -> Run:
     layout = parse_arguments(argv).parallel.layout(launch.world_size)
     global_batch_size = 2 * setup.micro_batches * layout.data_parallel_size
     config = parse_arguments([*argv, "--global-batch-size", str(global_batch_size)])
-    return prepared_run(with_found_token_slices(config, layout.data_parallel_size))
+    config = with_found_token_slices(config, layout.data_parallel_size)
+    return prepared_run(with_dispatcher(config, layout.data_parallel_size))
 
 
 def batches(setup: Setup, data_rank: int) -> list[Batch]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
+from deepspeed_ext.runtime.tallies import Counts
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.inference import WholeModel
 from tests.distributed import run_distributed
@@ -235,6 +236,9 @@ class WholePast:
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
+
+    def counts(self, layer: Any, num_groups: int, device: torch.device) -> Counts:
+        return Counts(layer, num_groups, device)
 
     def room(self, like: Tensor, window: int | None) -> None:
         return None
