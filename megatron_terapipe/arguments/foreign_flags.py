@@ -51,6 +51,9 @@ class ForeignFlags:
     needed: Mapping[str, tuple[str, ...]]
     """Flags of which one must be given, too, by a flag of ours that Megatron ignores without the first of them."""
 
+    one_value: Mapping[str, str]
+    """Line about several values of a flag of ours that takes them in Megatron, by the flag."""
+
     other_names: Mapping[str, str]
     """Flag of ours, by the name that others have for it."""
 
@@ -82,6 +85,7 @@ def foreign_flags() -> ForeignFlags:
         flags=dict(_flags_of(table)),
         families={f"--{word}-": line for line, words in table["families"].items() for word in words.split()},
         needed={f"--{name}": tuple(f"--{each}" for each in others.split()) for name, others in table["needed"].items()},
+        one_value={f"--{name}": line for line, names in table["one-value"].items() for name in names.split()},
         other_names={
             f"--{name}": f"--{ours}" for ours, names in table["other-names"].items() for name in names.split()
         },

@@ -357,6 +357,8 @@ def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
         by_value = name in foreign.flags and foreign.flags[name].verdict in ("neutral", "idle")
         if (by_value or name not in known) and (reason := foreign.refusal(name, values, given)) is not None:
             by_reason.setdefault(reason, []).append(" ".join((name, *values)) if by_value else name)
+        elif len(values) > 1 and name in foreign.one_value:
+            by_reason.setdefault(foreign.one_value[name], []).append(" ".join((name, *values)))
         elif (needed := foreign.needed.get(name)) and not given & set(needed):
             reason = f"Megatron ignores it without {needed[0]}: add {needed[0]}, or drop {name}"
             by_reason.setdefault(reason, []).append(" ".join((name, *values)))

@@ -36,7 +36,7 @@ TRAINED = [
     *("opt", "gpt_bigcode"),
 ]
 """All models of each family with layers of their own kind. The others differ in names and sizes."""
-SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite"]
+SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "glm4_moe"]
 """One model for each order of the weights of a layer."""
 
 
