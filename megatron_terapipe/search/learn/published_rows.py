@@ -151,7 +151,7 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
     names = {"layers": model["num_layers"], "gpus": devices, "batch": row["global_batch"], "tokens": row["seq"]}
     group = ", ".join([_known(row), _system(row), *(f"{name} {value}" for name, value in names.items())])
     return {
-        "source": f"Megatron-core with experts, {precision}",
+        "source": f"Megatron-core, {precision}, {_system(row)}",
         "id": str(row.get("id", "")),
         "group": group,
         "model": model,
