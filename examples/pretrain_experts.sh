@@ -19,9 +19,9 @@ deepspeed --num_accelerators "$ranks" pretrain_gpt.py $precision \
     --pipeline-model-parallel-size "$stages" --expert-model-parallel-size 2 --num-token-slices 4 \
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --init-method-std 0.06 \
     --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 0.01 \
-    --micro-batch-size 2 --global-batch-size 4 --train-iters 400 \
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 300 \
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 50 --weight-decay 0.1 --adam-beta2 0.99 \
     --data-path "$out/speeches_text_document" --tokenizer-type byte --split 97,3,0 \
-    --eval-interval 200 --eval-iters 10 --log-interval 20 --metrics-file "$out/metrics.jsonl"
+    --eval-interval 150 --eval-iters 10 --log-interval 20 --metrics-file "$out/metrics.jsonl"
 
 terapipe report "$out/metrics.jsonl" --output "$out/report.html"
