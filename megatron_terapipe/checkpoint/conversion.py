@@ -98,7 +98,8 @@ def import_megatron(
             yield layer_file(index), layer
             if optimizer is not None:
                 tied = index == 0 and not model.untie_embeddings_and_output_weights
-                names = ["tied_modules.embedding.weight"] if tied else [f"{index}.{name}" for name in layer]
+                own = [name for name, _ in meta_layer(model, index).named_parameters()]
+                names = ["tied_modules.embedding.weight"] if tied else [f"{index}.{name}" for name in own]
                 places.update(dict.fromkeys(names, Place(stage)))
                 yield state_file(stage, 0, 1), weights.state_of(names)
         if places:
@@ -211,6 +212,11 @@ def export_megatron(
     """
     info = checkpoint_info(directory)
     model = ModelConfig(**info.model)
+    if model.has_experts:
+        raise ConfigError(
+            f"--load {directory} has experts, and only dense models are written in the format of Megatron-LM: convert "
+            "it to-huggingface"
+        )
     check_expressible(MEGATRON, model)
     verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
     iteration = output / (f"iter_{info.iteration:07d}" if info.iteration else MEGATRON_RELEASE)

@@ -58,6 +58,8 @@ class MegatronWeights(FolderWeights):
         """Why no state of the optimizer can be read; None if it can."""
         for state, tensors in moments.items():
             for name in self._spelled.values():
+                if name.endswith(NAMES.router_bias):
+                    continue  # No optimizer works on it.
                 if name not in tensors or tensors[name].shape != found[name].shape:
                     self.no_states = f"{state} of {name} is missing or has another shape"
         self._moments = {

@@ -210,6 +210,11 @@ class MegatronFiles:
 
     def _add_ranks(self) -> None:
         """Add the tensors of format torch: a file for each rank of one replica, with its layers counted from 0."""
+        if getattr(self.common.get("args"), "num_experts", None):
+            raise CheckpointError(
+                f"checkpoint {self.directory} of Megatron-LM has experts in format torch, where ranks name their own: "
+                "save it with --ckpt-format torch_dist, which is read here"
+            )
         paths = {}
         for path in self.directory.glob(f"mp_rank_*/{MEGATRON_RANK_FILE}"):
             if match := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.parent.name):

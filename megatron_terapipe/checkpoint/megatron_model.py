@@ -16,7 +16,7 @@ from megatron_terapipe.checkpoint.inert_pickles import load_without_tensors
 from megatron_terapipe.checkpoint.info import CheckpointInfo, check_run
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import window_of_megatron
-from megatron_terapipe.errors import CheckpointError, ConfigError, first_line
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, CheckpointError, ConfigError, first_line
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
@@ -206,6 +206,26 @@ def _write_layers(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
+_OF_EXPERTS: Mapping[str, Kind] = {
+    **dict.fromkeys(("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), COUNT),
+    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"), COUNT),
+    **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias"), SWITCH),
+    "moe_router_topk_scaling_factor": NUMBER,
+    "moe_router_score_function": Kind("softmax or sigmoid", lambda value: value in ("softmax", "sigmoid")),
+}
+"""Settings of layers of experts, named as ours; dense models have them, too."""
+
+
+def _read_experts(file: SettingsFile, fields: Fields) -> Fields:
+    if fields.get("num_experts") is None:
+        return {}
+    if not fields["disable_bias_linear"]:
+        raise ConfigError(f"{file.where} has experts with biases: {MODEL_CANNOT_BE_TRAINED}")
+    found = {name: file.value(name, kind, None, nullable=True) for name, kind in _OF_EXPERTS.items()}
+    found["moe_layer_freq"] = str(file.value("moe_layer_freq", _ANY, 1))
+    return {name: value for name, value in found.items() if value is not None}
+
+
 NAMES = TensorNames(
     prefix="",
     words="embedding.word_embeddings",
@@ -218,6 +238,12 @@ NAMES = TensorNames(
     projection="self_attention.linear_proj",
     up=("mlp.linear_fc1",),
     down="mlp.linear_fc2",
+    router="mlp.router",
+    router_bias="mlp.router.expert_bias",
+    expert_up=("mlp.experts.experts.linear_fc1",),
+    expert_down="mlp.experts.experts.linear_fc2",
+    shared_up=("mlp.shared_experts.linear_fc1",),
+    shared_down="mlp.shared_experts.linear_fc2",
     mlp_norm="pre_mlp_layernorm",
     final_norm="decoder.final_layernorm",
     output="output_layer",
@@ -278,7 +304,15 @@ MEGATRON = Family(
         *(
             fixed(name, None, False, 0, 0.0)
             for name in (
-                *("num_experts", "multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern", "quick_geglu"),
+                *(
+                    "multi_latent_attention",
+                    "moe_shared_expert_gate",
+                    "moe_apply_probs_on_input",
+                    "moe_latent_size",
+                    "mtp_num_layers",
+                    "hybrid_layer_pattern",
+                    "quick_geglu",
+                ),
                 *("hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "qk_l2_norm"),
                 *("linear_attention_freq", "attention_output_gate", "activation_func_clamp_value", "use_mup"),
                 *("glu_linear_offset", "apply_residual_connection_post_layernorm", "retro_add_retriever"),
@@ -286,6 +320,8 @@ MEGATRON = Family(
             )
         ),
         fixed("softmax_type", "vanilla"),
+        same("num_experts", "num_experts", COUNT, None),
+        Setting(("moe_layer_freq", *_OF_EXPERTS), _read_experts),
         written(
             **{name: name for name in ("init_method_std", "hidden_dropout", "attention_dropout", "seq_length")},
         ),

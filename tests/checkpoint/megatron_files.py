@@ -50,6 +50,12 @@ class MegatronModel:
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     untie_embeddings_and_output_weights: bool = False
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_layer_freq: int | list[int] = 1
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_enable_expert_bias: bool = False
 
 
 MODELS = {
@@ -63,6 +69,12 @@ MODELS = {
         untie_embeddings_and_output_weights=True,
     ),
 }
+MODELS["E"] = replace(MODELS["B"], num_experts=4, moe_ffn_hidden_size=24)
+MODELS["E-shared"] = replace(
+    MODELS["E"],
+    **{"moe_layer_freq": [0, 1, 0, 1], "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    moe_shared_expert_intermediate_size=16,
+)
 
 
 @dataclass(frozen=True)
@@ -402,7 +414,7 @@ def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
     return Namespace(
         **asdict(replace(model, num_query_groups=model.num_query_groups or 1)),
         **{"group_query_attention": model.num_query_groups is not None, "norm_epsilon": 1e-5, "rotary_base": 10000},
-        **{"add_position_embedding": True, "apply_layernorm_1p": False, "squared_relu": False, "num_experts": None},
+        **{"add_position_embedding": True, "apply_layernorm_1p": False, "squared_relu": False, "moe_router_topk": 2},
         **{
             "openai_gelu": False,
             "multi_latent_attention": False,
@@ -452,6 +464,7 @@ def _config(case: Case) -> Any:
         **{name: getattr(model, name) for name in ("num_attention_heads", "num_query_groups", "rotary_interleaved")},
         **{name: getattr(model, name) for name in ("normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm")},
         gated_linear_unit=model.swiglu,
+        **({} if model.num_experts is None else _experts(model)),
         activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
         **{
             "attention_dropout": 0.0,
@@ -468,15 +481,29 @@ def _config(case: Case) -> Any:
     )
 
 
+def _experts(model: MegatronModel) -> dict[str, Any]:
+    from megatron.core.transformer.moe import moe_utils
+
+    # Without Transformer Engine the router of release 0.16 fails on a name that is not defined.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    same = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq")
+    return {
+        **{
+            name: getattr(model, name) for name in (*same, "moe_router_score_function", "moe_router_enable_expert_bias")
+        },
+        **{"num_moe_experts": model.num_experts, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"},
+    }
+
+
 def _stage(case: Case, config: Any, chunk: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     virtual = None if case.virtual is None else chunk
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=case.model.qk_layernorm, normalization=case.model.normalization),
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=case.model.normalization),
         case.padded_vocab_size,
         SEQ,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),

@@ -56,8 +56,14 @@ CASES = {
         Case(MODELS["B"], "torch_dist", tensor=2, bf16=True, distributed_optimizer="fully_reshardable"),
         f"--bf16 {SLICED}",
     ),
+    "E, torch_dist": (Case(MODELS["E"], "torch_dist", pipeline=2), f"{SLICED} --moe-router-load-balancing-type none"),
+    "E, torch_dist, shared": (
+        Case(MODELS["E-shared"], "torch_dist"),
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+        " --moe-token-dispatcher-type alltoall",
+    ),
 }
-CONVERTED = ("A, torch, tp 2, pp 2", "B, torch_dist, bf16")
+CONVERTED = ("A, torch, tp 2, pp 2", "B, torch_dist, bf16", "E, torch_dist")
 """Cases that are also converted, so that they are continued from checkpoints of ours."""
 
 

@@ -215,8 +215,25 @@ def test_models_that_megatron_does_not_have_are_refused(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_experts", 8), ("multi_latent_attention", True), ("window_size", (3, 3))]
+    ("name", "value"), [("moe_latent_size", 8), ("multi_latent_attention", True), ("window_size", (3, 3))]
 )
 def test_arguments_of_other_models_are_refused(name: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"sets {name}"):
         MEGATRON.read(SettingsFile(MEGATRON.write(MODEL) | {name: value}, "a checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "has experts in format torch, where ranks name their own: save it with --ckpt-format torch_dist"),
+        ({"add_bias_linear": True}, "has experts with biases: this model cannot be trained here"),
+    ],
+)
+def test_experts_that_are_not_read_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    iteration = write(tmp_path, torch_dist=False) / "iter_0000005"
+    file = iteration / "mp_rank_00" / "model_optim_rng.pt"
+    rank = torch.load(file, weights_only=False)
+    vars(rank["args"]).update({"num_experts": 4, "add_bias_linear": False} | changed)
+    torch.save(rank, file)
+    with pytest.raises(UserError, match=said):
+        read(tmp_path)
