@@ -79,7 +79,7 @@ def parsed(
     options = parser.parse_args(argv)
     flops = {name: iteration_flops(model, 1) for name, model in models(options).items()}
     print(
-        f"{options.layers} layers, {options.seq_length} tokens, {options.experts} experts, {options.top_k} of them for a token"
+        f"{options.layers} layers, {options.seq_length} tokens, {options.experts} experts, {options.top_k} for a token"
     )
     print(f"active FLOPs over those of the dense model: {flops['experts'] / flops['dense']:.4f}")
     return options
