@@ -466,7 +466,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
         self._executor.begin(batch, defers_weight_gradients=schedule.defers_weight_gradients)
         if self._tallies.any and batch.training:
-            whole_step = self._tallies.read_step and self._programs.forwards_come_first(batch.shape)
+            whole_step = self._tallies.reads == "step" and self._programs.forwards_come_first(batch.shape)
             self._tallies.begin(whole_step=whole_step)
         if self._reductions is not None and batch.updates:
             self._reductions.begin(completing_ops(schedule.program.ops()) if self._overlaps_reductions else {})

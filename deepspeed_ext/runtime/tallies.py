@@ -14,8 +14,8 @@ A layer that counts is a `CountingLayer`. Every rank of a stage has the same lay
 post the same messages in the same order, on communicators that they have already.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ class CountingLayer(Protocol):
     """Numbers that it counts, the same in all layers."""
     num_values: int
     """Sums that it adds up in backwards, such as losses."""
-    reads_step: bool
-    """Whether backwards read the counts of the step so far, on all replicas, instead of the micro-batch's."""
+    reads: Literal["micro-batch", "step"] | None
+    """Counts that backwards read: of the micro-batch, or of the step so far on all replicas. The same in all layers."""
     counted_in_step: Tensor | None
     """Counts [width] of this rank in the step so far, float64; None without an engine."""
     values_in_step: Tensor | None
@@ -51,16 +51,14 @@ class Counts:
         self.layer = layer
         self.own = torch.zeros(num_groups, layer.width, dtype=torch.int64, device=device)
         """Counts [groups, width] of the tokens of this rank."""
-        self._read: Callable[[], Tensor] | None = None
-
-    def post(self, read: Callable[[], Tensor]) -> None:
-        """Set the function that waits for the sums [groups, width]."""
-        self._read = read
+        self.total: tuple[_Sum, int] | None = None
+        """The sum over ranks, and the place of these counts in it."""
 
     def summed(self) -> Tensor:
         """Counts [groups, width] of all tokens, in a backward."""
-        assert self._read is not None, "the forwards of a micro-batch precede its backwards"
-        return self._read()
+        assert self.total is not None, "the forwards of a micro-batch precede its backwards"
+        total, index = self.total
+        return total.read()[index]
 
 
 class StepTally(NamedTuple):
@@ -97,6 +95,8 @@ class Tallies:
         self._micro_batch_groups, self._stage_groups = _with_others(micro_batch_groups), _with_others(stage_groups)
         self._device, self._extent = device, [0, 0]
         self._whole_step, self._open = False, dict[int, list[Counts]]()
+        self.reads = self._layers[0].reads if self._layers else None
+        """Counts that backwards read, as in `CountingLayer`."""
         self._steps = 0
         """Steps since the last call of `take`."""
         if self._layers:
@@ -112,11 +112,6 @@ class Tallies:
     def any(self) -> bool:
         """Whether a layer of this rank counts."""
         return bool(self._layers)
-
-    @property
-    def read_step(self) -> bool:
-        """Whether a layer reads the counts of the step."""
-        return any(layer.reads_step for layer in self._layers)
 
     def begin(self, *, whole_step: bool) -> None:
         """Start a step of training.
@@ -139,19 +134,17 @@ class Tallies:
             return
         for counts in found:
             counts.layer.counted_in_step += counts.own.sum(0)
-        if not self.read_step:
+        if self.reads == "micro-batch":
             total = _Sum([each.own for each in found], self._micro_batch_groups)
             for index, each in enumerate(found):
-                each.post(total.reader(index))
-            return
-        waiting = self._open.setdefault(stage, [])
-        waiting += found
-        if is_last or not self._whole_step:
-            total = _Sum([each.layer.counted_in_step.unsqueeze(0) for each in found], self._stage_groups)
-            number = {each.layer: index for index, each in enumerate(found)}
-            for each in waiting:
-                each.post(total.reader(number[each.layer]))
-            self._open[stage] = []
+                each.total = total, index
+        elif self.reads == "step":
+            self._open.setdefault(stage, []).extend(found)
+            if is_last or not self._whole_step:
+                total = _Sum([each.layer.counted_in_step.unsqueeze(0) for each in found], self._stage_groups)
+                # Each micro-batch has the same layers.
+                for index, each in enumerate(self._open.pop(stage)):
+                    each.total = total, index % len(found)
 
     def finish_step(self, updated: bool | Tensor, num_micro_batches: int) -> None:
         """Sum the counts of a step over the stage, and call the layers with them; see `CountingLayer.after_step`.
@@ -189,34 +182,19 @@ class Tallies:
 
 
 class _Sum:
-    """A sum of several tensors over groups of ranks, under way."""
+    """A sum over groups of ranks, one after the other, of tensors of one shape; under way."""
 
     def __init__(self, tensors: list[Tensor], groups: list[dist.ProcessGroup | None]) -> None:
-        self._message = torch.cat([each.flatten() for each in tensors])
-        self._shapes = [each.shape for each in tensors]
-        self._works = self._start(groups)
-        self._advance()
-        self._sums: list[Tensor] | None = None
-
-    def _start(self, groups: list[dist.ProcessGroup | None]) -> Iterator[dist.Work]:
-        for group in groups:
-            yield dist.all_reduce(self._message, group=group, async_op=True)
-
-    def _advance(self) -> None:
+        self._total = torch.stack(tensors)
+        self._works = (dist.all_reduce(self._total, group=group, async_op=True) for group in groups)
         self._work = next(self._works, None)
 
-    def reader(self, index: int) -> Callable[[], Tensor]:
-        """The function that waits for the sum of one of the tensors."""
-        return lambda: self._read()[index]
-
-    def _read(self) -> list[Tensor]:
-        if self._sums is None:
-            while self._work is not None:
-                self._work.wait()
-                self._advance()
-            parts = self._message.split([shape.numel() for shape in self._shapes])
-            self._sums = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        return self._sums
+    def read(self) -> Tensor:
+        """Wait for the sums [tensors, ...]."""
+        while self._work is not None:
+            self._work.wait()
+            self._work = next(self._works, None)
+        return self._total
 
 
 def _with_others(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup | None]:

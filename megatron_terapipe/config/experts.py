@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_terapipe.config.layers import MOST_WIDTH, layers_of_pattern
-from megatron_terapipe.config.options import option, resolve
+from megatron_terapipe.config.options import option
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, TRAINING_CANNOT_BE_RUN, ConfigError
 
 _ALL_TOKENS = f"slice 1 would wait for slice S in every layer: {TRAINING_CANNOT_BE_RUN}"
 
 MOST_EXPERTS = 32_767
 """Experts of a layer at most: their numbers are kept in 16 bits."""
-
 
 _LOSSES = {
     "aux_loss": "load_balancing_loss",
@@ -177,12 +176,6 @@ class ExpertSettings:
                 "or drop --num-experts"
             )
         return layers
-
-
-def resolve_experts(settings: ExpertSettings, ffn_hidden_size: int) -> None:
-    """Fill in the width of an expert."""
-    if settings.num_experts is not None:
-        resolve(settings, "moe_ffn_hidden_size", ffn_hidden_size)
 
 
 def check_experts(settings: ExpertSettings) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import lcm, sqrt
 from typing import Literal
 
-from megatron_terapipe.config.experts import ExpertSettings, check_experts, resolve_experts
+from megatron_terapipe.config.experts import ExpertSettings, check_experts
 from megatron_terapipe.config.layers import (
     MOST_HEADS,
     MOST_WIDTH,
@@ -257,7 +257,8 @@ class ModelConfig(ExpertSettings):
         # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2); as Megatron's.
         gated_width = max(64, 8 * self.hidden_size // 3 // 64 * 64)
         resolve(self, "ffn_hidden_size", gated_width if self.gated else 4 * self.hidden_size)
-        resolve_experts(self, self.ffn_hidden_size)
+        if self.num_experts is not None:
+            resolve(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
         resolve(self, "num_key_value_heads", self.num_attention_heads)
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         resolve(self, "max_position_embeddings", self.seq_length)

@@ -59,7 +59,8 @@ class Balance(nn.Module):
         self._rate, self._bias = model.moe_router_bias_update_rate, bias
         # Read and set by the runtime, `CountingLayer`.
         self.width, self.num_values = model.routing.num_experts, len(model.router_losses)
-        self.reads_step = self._groups_of == "global_aux_loss"
+        of_step = self._groups_of == "global_aux_loss"
+        self.reads = None if self._groups_of == "none" else "step" if of_step else "micro-batch"
         self.counted_in_step: Tensor | None = None
         self.values_in_step: Tensor | None = None
 

@@ -25,7 +25,7 @@ from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.block import DropoutSite, residual_dropout
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.logits import LiveLogits, Logits
-from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, TensorParallelRanks, WeightPart, embedding
+from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, TensorParallelRanks, embedding
 
 AT_AN_END = "at_an_end"
 """Attribute of the weights with a row for each token, which may have their own learning rate."""
@@ -64,9 +64,8 @@ class PositionEmbedding(nn.Module):
         self.ranks, self.dropout = ranks, model.hidden_dropout
         self.weight = None
         if model.position_embedding_type == "learned_absolute":
-            weight = torch.empty(model.max_position_embeddings, model.hidden_size)
-            normal(model.embedding_init_method_std)(weight, WeightPart(weight.shape))
-            self.weight = ranks.replicated(weight)
+            first = normal(model.embedding_init_method_std)
+            self.weight = ranks.whole(model.max_position_embeddings, model.hidden_size, initialize=first)
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
         """Return the input of the first transformer layer: [B, n, hidden].

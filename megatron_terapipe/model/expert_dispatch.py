@@ -76,60 +76,33 @@ class Pairs:
         return (slice(start, end) for start, end in pairwise([0, *self.ends_E.tolist()]))
 
 
-class _Sort(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values_TK, pairs: Pairs):
-        ctx.pairs = pairs
-        return values_TK.flatten()[pairs.order_R]
+class _Moved(torch.autograd.Function):
+    """Tokens copied to their pairs, or pairs summed to their tokens: each is the backward of the other."""
 
     @staticmethod
-    def backward(ctx, gradient_R):
-        return gradient_R[ctx.pairs.place_TK], None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_Th, pairs: Pairs):
-        ctx.pairs = pairs
-        return x_Th[pairs.token_R]
+    def forward(ctx, tensor, pairs: Pairs, to_pairs: bool):
+        ctx.way = pairs, to_pairs
+        return tensor[pairs.token_R] if to_pairs else tensor[pairs.place_TK].sum(1)
 
     @staticmethod
-    def backward(ctx, gradient_Rh):
-        return gradient_Rh[ctx.pairs.place_TK].sum(1), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y_Rh, pairs: Pairs):
-        ctx.pairs = pairs
-        return y_Rh[pairs.place_TK].sum(1)
-
-    @staticmethod
-    def backward(ctx, gradient_Th):
-        return gradient_Th[ctx.pairs.token_R], None
+    def backward(ctx, gradient):
+        pairs, to_pairs = ctx.way
+        return _Moved.apply(gradient, pairs, not to_pairs), None, None
 
 
 def sorted_values(values_TK: Tensor, pairs: Pairs) -> Tensor:
     """Return values of the choices in the order of the pairs: values_R."""
-    return _Sort.apply(values_TK, pairs)
+    return values_TK.flatten().gather(0, pairs.order_R)
 
 
 def permuted(x_Th: Tensor, pairs: Pairs) -> Tensor:
     """Return a copy of each token for each of its pairs: x_Rh."""
-    return _Permute.apply(x_Th, pairs)
+    return _Moved.apply(x_Th, pairs, True)
 
 
 def unpermuted(y_Rh: Tensor, pairs: Pairs) -> Tensor:
     """Return the sum of the pairs of each token: y_Th."""
-    return _Unpermute.apply(y_Rh, pairs)
-
-
-class Given(NamedTuple):
-    """The work of this rank's experts."""
-
-    x_Rh: Tensor
-    weights_R: Tensor
-    pairs: Pairs
+    return _Moved.apply(y_Rh, pairs, False)
 
 
 Arriving = Callable[[], Tensor]
@@ -139,8 +112,8 @@ Arriving = Callable[[], Tensor]
 class Dispatched(NamedTuple):
     """Tokens on their way to their experts."""
 
-    given: Callable[[], Given]
-    """Waits for them."""
+    given: Callable[[], tuple[Tensor, Tensor, Pairs]]
+    """Waits for the inputs of this rank's experts: x_Rh, weights_R, and their pairs."""
     start_back: Callable[[Tensor], Arriving]
     """Starts to send outputs y_Rh back, as the sums of each token's, y_Th."""
 
@@ -155,7 +128,7 @@ class Here:
         """Give each expert its tokens."""
         pairs = Pairs.of(chosen_TK, self.num_experts)
         return Dispatched(
-            lambda: Given(permuted(x_Th, pairs), sorted_values(weights_TK, pairs), pairs),
+            lambda: (permuted(x_Th, pairs), sorted_values(weights_TK, pairs), pairs),
             lambda y_Rh: lambda: unpermuted(y_Rh, pairs),
         )
 
@@ -163,23 +136,17 @@ class Here:
 # ---------------------------------------------------------------------- messages
 
 Sent = tuple[dist.Work, Tensor]
-
-
-class Message(NamedTuple):
-    """How a tensor is sent, and its gradient back."""
-
-    send: Callable[[Tensor], Sent]
-    send_gradient: Callable[[Tensor], Sent]
+Send = Callable[[Tensor], Sent]
 
 
 class _Flight:
     """A tensor that is under way, forward or backward."""
 
-    def __init__(self, message: Message) -> None:
-        self.message = message
+    def __init__(self, send: Send, send_gradient: Send) -> None:
+        self.send, self.send_gradient = send, send_gradient
         self._sent: Sent | None = None
 
-    def post(self, send: Callable[[Tensor], Sent], tensor: Tensor) -> Tensor:
+    def post(self, send: Send, tensor: Tensor) -> Tensor:
         self._sent = send(tensor.contiguous())
         return self._sent[1]
 
@@ -194,7 +161,7 @@ class _Post(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, flight: _Flight):
         ctx.flight = flight
-        return flight.post(flight.message.send, tensor)
+        return flight.post(flight.send, tensor)
 
     @staticmethod
     def backward(ctx, _):
@@ -210,14 +177,14 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.flight.post(ctx.flight.message.send_gradient, gradient)
+        ctx.flight.post(ctx.flight.send_gradient, gradient)
         # Not read: `_Post` returns the gradient that arrives.
         return gradient, None
 
 
-def started(tensor: Tensor, message: Message) -> Arriving:
+def started(tensor: Tensor, send: Send, send_gradient: Send) -> Arriving:
     """Post a tensor; call the result to wait for the tensor that arrives."""
-    flight = _Flight(message)
+    flight = _Flight(send, send_gradient)
     received = _Post.apply(tensor, flight)
     return lambda: _Wait.apply(received, flight)
 
@@ -238,25 +205,21 @@ class _Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Each pair goes to the rank of its expert.
-
-    Args:
-        num_experts: experts of all ranks.
-    """
+    """Each pair goes to the rank of its expert."""
 
     num_experts: int
+    """Experts of all ranks."""
     ranks: ExpertParallelRanks
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
         """Start to send tokens."""
         pairs = Pairs.of(chosen_TK, self.num_experts)
         sizes = past.kept("sizes of the exchange", lambda: self._sizes(pairs))
-        there, back = self._message(sizes.sent, sizes.received), self._message(sizes.received, sizes.sent)
-        to_experts, to_tokens = Message(there, back), Message(back, there)
+        there, back = self._send(sizes.sent, sizes.received), self._send(sizes.received, sizes.sent)
         # Pairs of no expert are the last, and stay here.
         num_sent = sum(sizes.sent)
         x_Rh, weights_R = (
-            started(each[:num_sent], to_experts) for each in (permuted(x_Th, pairs), sorted_values(weights_TK, pairs))
+            started(each[:num_sent], there, back) for each in (permuted(x_Th, pairs), sorted_values(weights_TK, pairs))
         )
         # Pairs arrive by rank and expert.
         counts_Pe = sizes.counts_Pe
@@ -265,12 +228,10 @@ class AllToAll:
         here = Pairs.of(expert_R.unsqueeze(1), counts_Pe.shape[1])
 
         def start_back(y_Rh: Tensor) -> Arriving:
-            arriving, left = started(unpermuted(y_Rh, here), to_tokens), len(pairs.order_R) - num_sent
+            arriving, left = started(unpermuted(y_Rh, here), back, there), len(pairs.order_R) - num_sent
             return lambda: unpermuted(F.pad(arriving(), (0, 0, 0, left)) if left else arriving(), pairs)
 
-        return Dispatched(
-            lambda: Given(permuted(x_Rh(), here), sorted_values(weights_R().unsqueeze(1), here), here), start_back
-        )
+        return Dispatched(lambda: (permuted(x_Rh(), here), sorted_values(weights_R(), here), here), start_back)
 
     def _sizes(self, pairs: Pairs) -> _Sizes:
         """Exchange counts, and wait until the host has the sizes."""
@@ -280,7 +241,7 @@ class AllToAll:
         sent, received = torch.stack([sent_Pe.sum(1), counts_Pe.sum(1)]).tolist()
         return _Sizes(counts_Pe, sent, received)
 
-    def _message(self, sent: list[int], received: list[int]) -> Callable[[Tensor], Sent]:
+    def _send(self, sent: list[int], received: list[int]) -> Send:
         def send(tensor: Tensor) -> Sent:
             arriving = tensor.new_empty((sum(received), *tensor.shape[1:]))
             work = dist.all_to_all_single(arriving, tensor, received, sent, group=self.ranks.group, async_op=True)
@@ -294,19 +255,15 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """All tokens go to all ranks, which have as many tokens each.
-
-    Args:
-        num_experts: experts of all ranks.
-    """
+    """All tokens go to all ranks, which have as many tokens each."""
 
     num_experts: int
+    """Experts of all ranks."""
     ranks: ExpertParallelRanks
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
         """Start to send tokens."""
-        gather, scatter = Message(self._gather, self._reduce_scatter), Message(self._reduce_scatter, self._gather)
-        x_PTh, weights_PTK = started(x_Th, gather), started(weights_TK, gather)
+        x_PTh, weights_PTK = (started(each, self._gather, self._reduce_scatter) for each in (x_Th, weights_TK))
         work, chosen_PTK = self._gather(chosen_TK.int())
         work.wait()
         own = self.num_experts // self.ranks.size
@@ -314,8 +271,8 @@ class AllGather:
         is_here_PTK = (here_PTK >= 0) & (here_PTK < own)
         pairs = Pairs.of(here_PTK.where(is_here_PTK, own), own)
         return Dispatched(
-            lambda: Given(permuted(x_PTh(), pairs), sorted_values(weights_PTK() * is_here_PTK, pairs), pairs),
-            lambda y_Rh: started(unpermuted(y_Rh, pairs), scatter),
+            lambda: (permuted(x_PTh(), pairs), sorted_values(weights_PTK() * is_here_PTK, pairs), pairs),
+            lambda y_Rh: started(unpermuted(y_Rh, pairs), self._reduce_scatter, self._gather),
         )
 
     def _gather(self, tensor: Tensor) -> Sent:

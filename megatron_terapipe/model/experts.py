@@ -268,7 +268,9 @@ class ExpertLayer(nn.Module):
         self.router = Router(model, ranks)
         expert_ranks = expert_ranks or TensorParallelRanks()
         self.experts = Experts(model, block, ranks, expert_ranks)
-        self.dispatch = dispatch_of(model, block, expert_ranks)
+        kind = AllGather if model.moe_token_dispatcher_type == "allgather" else AllToAll
+        experts = block.num_experts
+        self.dispatch = Here(experts) if expert_ranks.size == 1 else kind(experts, expert_ranks)
         width = block.shared_ffn_hidden_size
         shared = replace(block, ffn_hidden_size=width, num_experts=0)
         self.shared = MLP(model, shared, ranks) if width else None
@@ -286,13 +288,3 @@ class ExpertLayer(nn.Module):
             shared = self.shared.down(self.shared.activation(shared))
         y_Bnh = arriving().view_as(x_Bnh)
         return y_Bnh if shared is None else y_Bnh + shared
-
-
-def dispatch_of(
-    model: ModelConfig, block: BlockShape, expert_ranks: ExpertParallelRanks
-) -> Here | AllToAll | AllGather:
-    """Return the way of tokens to their experts."""
-    if expert_ranks.size == 1:
-        return Here(block.num_experts)
-    kind = AllGather if model.moe_token_dispatcher_type == "allgather" else AllToAll
-    return kind(block.num_experts, expert_ranks)

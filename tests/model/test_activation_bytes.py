@@ -73,7 +73,7 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
     if block.num_key_value_heads:
         for tensor in kept_keys_and_values(state, block.window):
             keep(tensor)
-    for chosen in state.kept.values():
+    for chosen, _ in state.kept.values():
         keep(chosen)
     for parameter in layer.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)

@@ -67,20 +67,21 @@ def global_grad_norm(
     DeepSpeed's own norm for fp32 without ZeRO counts the first stage only.
     """
     parameters = list(parameters)
-    counted = [
-        parameter.grad
+    norms = [
+        _norm(parameter.grad)
         for parameter in parameters
         if parameter.grad is not None and _counts_here(parameter, tensor_parallel_rank)
     ]
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        for gradient in counted
-    ]
     # Every rank takes part in the sum, also one without counted gradients; fp64 can represent any of them.
     none = torch.zeros((), dtype=torch.double, device=parameters[0].device)
-    squares = torch.stack([norm.double() ** 2 for norm in norms]).sum() if norms else none
+    squares = torch.stack([norm**2 for norm in norms]).sum() if norms else none
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=wide).double()
 
 
 def sum_over_model(engine: Any, measure: Callable[[Tensor], Tensor]) -> Tensor:
@@ -99,12 +100,7 @@ def sum_over_model(engine: Any, measure: Callable[[Tensor], Tensor]) -> Tensor:
 
 def norm_with_experts(engine: Any) -> Tensor:
     """2-norm [] of the gradients of a whole model with expert-parallel ranks, in fp64."""
-
-    def square(gradient: Tensor) -> Tensor:
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
-
-    return sum_over_model(engine, square).sqrt()
+    return sum_over_model(engine, lambda gradient: _norm(gradient) ** 2).sqrt()
 
 
 def join_norms(engine: Any) -> None:
