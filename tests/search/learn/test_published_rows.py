@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.published_rows import MODELS, NOT_WRITTEN
+from megatron_terapipe.search.learn.published_rows import tables
 from megatron_terapipe.search.learn.trials import Trial, models_of, read_trials
 from megatron_terapipe.search.learn.validation import folds_of
 from megatron_terapipe.search.price.cost_model import CostModel
@@ -48,10 +49,12 @@ def test_a_row(tmp_path: Path) -> None:
     assert trial.workload.config is not None and trial.workload.config.num_experts == 128
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tables()["models"])
 def test_every_model_can_be_built(tmp_path: Path, name: str) -> None:
     (trial,) = read(tmp_path, {**ROW, "model": name, "tp": 1, "pp": 1, "vpp": None})
-    assert trial.workload.num_dealt_layers == MODELS[name]["num_layers"]
+    known = tables()["models"][name]
+    layers = known["sizes"][0] if "sizes" in known else find_preset(known["preset"]).settings["num_layers"]
+    assert trial.workload.num_dealt_layers == layers
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_sizes_are_those_of_the_publication(tmp_path: Path, model: str, billions
         ({"fsdp": 64}, "divided among replicas"),
         ({"gpus": 18}, "do not divide the GPUs"),
         ({"system": "MI355X, 8 nodes"}, "no data sheet of mi355x"),
-        ({"model": "DeepSeek V3"}, NOT_WRITTEN["deepseek|kimi|moonlight|glm5"]),
+        ({"model": "DeepSeek V3"}, tables()["not_written"]["deepseek|kimi|moonlight|glm5"]),
         ({"model": "Qwen3-Next 80B"}, "a recurrent state"),
         ({"model": "A new one"}, "model A new one not known"),
     ],
