@@ -89,6 +89,7 @@ NO_CODE = {
     "search/\n": "list of files",
     "a product of K inputs": "formulas",
     "all-reduce of B bytes": "formulas",
+    "rows of the rank with most": "formulas",
     "CUDA environment: set": "printed by a run",
     "error: the run has stalled": "printed by a run",
     "host          slots  cores": "printed by the doctor",

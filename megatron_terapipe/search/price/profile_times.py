@@ -255,7 +255,7 @@ class MeasuredProfile:
     def covers(self, workload: Workload) -> bool:
         """Whether every layer of a model was measured."""
         known = {each.shape for each in self.profile.layers if each.recompute == "none"}
-        return all(LayerShape.of(layer) in known for layer in workload.layers)
+        return all(layer.experts is None and LayerShape.of(layer) in known for layer in workload.layers)
 
     def _on(self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers) -> list[Numbers]:
         """Times on one tensor-parallel size: measured, between two, or beyond them."""
@@ -285,6 +285,8 @@ class MeasuredProfile:
 
     def _measured_sizes(self, layer: Layer) -> list[int]:
         """Tensor-parallel sizes at which layers of this shape were measured."""
+        if layer.experts is not None:
+            raise ConfigError("layers of experts are not measured, and the model has some: drop --profile")
         shape = LayerShape.of(layer)
         found = sorted(ranks for each, ranks in self._surfaces if each == shape)
         if not found:

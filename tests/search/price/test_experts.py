@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory
 from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
@@ -14,10 +15,12 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, all_gather_s, all_to_all_s
 from megatron_terapipe.search.price.memory import MemoryModel
+from megatron_terapipe.search.price.profile_times import MeasuredProfile
 from megatron_terapipe.search.price.stages import LayerPrices
 from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.price.machines import A100, nodes
+from tests.search.price.profiles import profile
 
 TOKENS = 4096.0
 MODEL = ModelConfig(
@@ -152,6 +155,13 @@ def test_a_batch_is_priced_as_its_members() -> None:
     together = StrategyBatch.of([COST_MODEL] * 3, several).times(COST_MODEL.efficiency)
     alone = [COST_MODEL.predict_time(each).iteration_time_s for each in several]
     assert together == pytest.approx(alone, rel=1e-9)
+
+
+def test_profiles_have_no_layers_of_experts() -> None:
+    measured = MeasuredProfile(profile())
+    assert not measured.covers(PLAIN)
+    with pytest.raises(ConfigError, match="layers of experts are not measured, and the model has some: drop --profile"):
+        measured(query())
 
 
 def test_parts_of_a_prediction() -> None:
