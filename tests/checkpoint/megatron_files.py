@@ -503,7 +503,9 @@ def _stage(case: Case, config: Any, chunk: int) -> Any:
     virtual = None if case.virtual is None else chunk
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=case.model.normalization),
+        get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=case.model.normalization, vp_stage=virtual
+        ),
         case.padded_vocab_size,
         SEQ,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
