@@ -212,7 +212,7 @@ def export_megatron(
     """
     info = checkpoint_info(directory)
     model = ModelConfig(**info.model)
-    if model.has_experts:
+    if model.num_experts is not None:
         raise ConfigError(
             f"--load {directory} has experts, and only dense models are written in the format of Megatron-LM: convert "
             "it to-huggingface"

@@ -131,11 +131,6 @@ class ExpertSettings:
     sizes; `allgather` sends all tokens to all expert-parallel ranks, and nothing waits. `auto` is the cheaper one."""
 
     @property
-    def has_experts(self) -> bool:
-        """Whether some layers have experts."""
-        return self.num_experts is not None
-
-    @property
     def routing(self) -> RoutingRule:
         """The rule of the routers; only of a model with experts."""
         assert self.num_experts is not None, "read only in layers of experts"
@@ -155,7 +150,7 @@ class ExpertSettings:
     def router_losses(self) -> tuple[str, ...]:
         """Names of the losses of routers in the log: of the auxiliary loss, if there is one, then of the z-loss."""
         auxiliary = (_LOSSES[self.moe_router_load_balancing_type],) if self.moe_aux_loss_coeff else ()
-        return (*auxiliary, *(("z_loss",) if self.moe_z_loss_coeff else ())) if self.has_experts else ()
+        return (*auxiliary, *(("z_loss",) if self.moe_z_loss_coeff else ()))
 
     @property
     def balances_documents(self) -> bool:

@@ -301,7 +301,7 @@ class ModelConfig(ExpertSettings):
             raise ConfigError(f"--no-rope-freq {self.no_rope_freq} needs rotations: add --position-embedding-type rope")
 
     def _resolve_layers(self) -> None:
-        if self.heterogeneous_layers_config_path is not None and self.has_experts:
+        if self.heterogeneous_layers_config_path is not None and self.num_experts is not None:
             raise ConfigError(
                 "--heterogeneous-layers-config-path describes layers with an MLP, and --num-experts is given: drop one "
                 "of them; --moe-layer-freq lists the layers of experts"

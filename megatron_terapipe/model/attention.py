@@ -50,12 +50,8 @@ class Past(Protocol):
     def loss_factor(self) -> float:
         """Factor of the gradient of a loss of the micro-batch that the layer adds in its backward."""
 
-    @property
-    def num_documents(self) -> int:
-        """Documents in all rows of the micro-batch."""
-
-    def document_numbers(self, first_token: int, length: int) -> Tensor:
-        """Return the numbers of the documents of n tokens: [B, n]."""
+    def document_numbers(self, first_token: int, length: int) -> tuple[Tensor, int]:
+        """Return the numbers of the documents of n tokens, [B, n], and of how many in all rows."""
 
     def counts(self, layer: nn.Module, num_groups: int, device: torch.device) -> Any:
         """Return the counts of this layer in the micro-batch."""

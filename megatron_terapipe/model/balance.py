@@ -75,18 +75,15 @@ class Balance(nn.Module):
         """Count the choices of a token slice. Call it once, where they are made."""
         if not self.training:
             return
-        groups_T = self._groups(len(chosen_TK), num_rows, past, chosen_TK.device)
+        counts, groups_T = self._groups(len(chosen_TK), num_rows, past, chosen_TK.device)
         index_TK = chosen_TK if groups_T is None else chosen_TK + self.width * groups_T.unsqueeze(1)
-        own = self._counts(num_rows, past, chosen_TK.device).own.view(-1)
-        index = index_TK.flatten().to(torch.int64)
-        own.scatter_add_(0, index, torch.ones_like(index))
+        counts.own.view(-1).scatter_add_(0, index_TK.flatten(), torch.ones_like(index_TK).flatten())
 
     def with_losses(self, logits_TE: Tensor, num_rows: int, past: Past) -> Tensor:
         """The same logits; their backward adds the gradient of the losses."""
         if not (self._auxiliary or self._z) or not self.training or not torch.is_grad_enabled():
             return logits_TE
-        groups_T = self._groups(len(logits_TE), num_rows, past, logits_TE.device)
-        counts = self._counts(num_rows, past, logits_TE.device)
+        counts, groups_T = self._groups(len(logits_TE), num_rows, past, logits_TE.device)
         return _Losses.apply(logits_TE, self, counts, groups_T, past, num_rows * past.seq_length)
 
     def within_capacity(self, chosen_TK: Tensor, num_rows: int, past: Past) -> Tensor | None:
@@ -99,14 +96,14 @@ class Balance(nn.Module):
             return None
         capacity = ceil(factor * self._model.seq_length * chosen_TK.shape[1] / experts)
         by_token = torch.zeros(len(chosen_TK), experts, dtype=torch.int64, device=chosen_TK.device)
-        by_token.scatter_(1, chosen_TK.to(torch.int64), 1)
+        by_token.scatter_(1, chosen_TK, 1)
         by_token = by_token.unflatten(0, (num_rows, -1))
         totals = by_token.sum(1)
         earlier = past.carried("tokens of experts", lambda: torch.zeros_like(totals))
         ahead, everywhere = self._before(totals, past)
         before = by_token.cumsum(1) - by_token + (earlier + ahead).unsqueeze(1)
         earlier += everywhere
-        return before.flatten(0, 1).gather(1, chosen_TK.to(torch.int64)) < capacity
+        return before.flatten(0, 1).gather(1, chosen_TK) < capacity
 
     def _before(self, own: Tensor, past: Past) -> tuple[Tensor, Tensor]:
         """Sums of the counts [B, E] of the ranks with earlier tokens of the token slice, and of all of its ranks."""
@@ -117,20 +114,16 @@ class Balance(nn.Module):
         before, total = past.sum_before(by_rank.sum(1))
         return before + by_rank[:, : self._ranks.rank].sum(1), total
 
-    def _counts(self, num_rows: int, past: Past, device: torch.device) -> Counts:
-        """The counts of this layer in the micro-batch."""
-        if self._groups_of == "document_aux_loss":
-            return past.counts(self, past.num_documents, device)
-        return past.counts(self, num_rows if self._groups_of == "seq_aux_loss" else 1, device)
-
-    def _groups(self, num_tokens: int, num_rows: int, past: Past, device: torch.device) -> Tensor | None:
-        """The number of each token's group: [T]; None if there is one."""
-        length = num_tokens // num_rows
+    def _groups(self, num_tokens: int, num_rows: int, past: Past, device: torch.device) -> tuple[Counts, Tensor | None]:
+        """The counts of this layer in the micro-batch, and each token's group in them: [T]; None if there is one."""
+        length, number, groups_T = num_tokens // num_rows, 1, None
         if self._groups_of == "seq_aux_loss" and num_rows > 1:
-            return torch.arange(num_rows, device=device).repeat_interleave(length, output_size=num_tokens)
-        if self._groups_of == "document_aux_loss":
-            return past.document_numbers(self._ranks.first_token(length), length).flatten()
-        return None
+            number = num_rows
+            groups_T = torch.arange(num_rows, device=device).repeat_interleave(length, output_size=num_tokens)
+        elif self._groups_of == "document_aux_loss":
+            groups_Bn, number = past.document_numbers(self._ranks.first_token(length), length)
+            groups_T = groups_Bn.flatten()
+        return past.counts(self, number, device), groups_T
 
     def after_step(self, counts_E: Tensor, updated: bool | Tensor) -> None:
         """Change the bias, given the counts of all tokens of a step. Called by the engine."""

@@ -162,26 +162,22 @@ def grouped_product(x_Ri: Tensor, weight_Eoi: Tensor, pairs: Pairs) -> Tensor:
 
 def _weight_gradient(weight: Tensor, gradient_Ro: Tensor, x_Ri: Tensor, pairs: Pairs) -> Tensor | None:
     """The products of all experts' weights, or None once they are added to the gradient that the weight has."""
-    sums = gradient_sums(weight)
-    total_Eoi = weight.grad if sums is None and accumulates_in_place(weight) else None
+    sums, is_first = gradient_sums(weight), not accumulates_in_place(weight)
     if _has_grouped_products(weight.flatten(1, -2)):
         of_weight = F.grouped_mm(gradient_Ro.t(), x_Ri, offs=pairs.ends_E).view_as(weight)
-        if sums is not None:
-            sums.total.add_(of_weight)
-        elif total_Eoi is not None:
-            total_Eoi.add_(of_weight)
-        else:
+        if sums is None and is_first:
             return of_weight
+        (weight.grad if sums is None else sums.total).add_(of_weight)
         return None
     if sums is not None:
         for of_expert, own in zip(sums.of_first_dimension(), pairs.of_experts(), strict=True):
             of_expert.add_product(gradient_Ro[own], x_Ri[own])
         return None
-    target, factor = (torch.empty_like(weight), 0) if total_Eoi is None else (total_Eoi, 1)
-    for of_expert, own in zip(target.flatten(1, -2), pairs.of_experts(), strict=True):
+    total = torch.empty_like(weight) if is_first else weight.grad
+    for of_expert, own in zip(total.flatten(1, -2), pairs.of_experts(), strict=True):
         # With a factor of 0 the first gradients are not read, and those of an expert without tokens become 0.
-        of_expert.addmm_(gradient_Ro[own].t(), x_Ri[own], beta=factor)
-    return target if total_Eoi is None else None
+        of_expert.addmm_(gradient_Ro[own].t(), x_Ri[own], beta=0 if is_first else 1)
+    return total if is_first else None
 
 
 class _ExpertProduct(torch.autograd.Function):

@@ -23,7 +23,8 @@ class Activation(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., ffn] in, the same out; with a gate, the gate and then the gated half, [..., 2 ffn] in."""
-        return _FUNCTIONS[self.name](inputs)
+        gate_function = _GATE_FUNCTIONS.get(self.name)
+        return _FUNCTIONS[self.name](inputs) if gate_function is None else _Gated.apply(inputs, gate_function)
 
 
 class _Gated(torch.autograd.Function):
@@ -64,11 +65,6 @@ def _gate_gradient(output_gradient: Tensor, gate: Tensor, gate_function: str) ->
     if gate_function == "silu":
         return torch.ops.aten.silu_backward(output_gradient, gate)
     return torch.ops.aten.gelu_backward(output_gradient, gate, approximate=gate_function)
-
-
-def _with_gate(gate_function: str) -> Callable[[Tensor], Tensor]:
-    """Return an activation with a gate."""
-    return lambda inputs: _Gated.apply(inputs, gate_function)
 
 
 class WeightedActivation:
@@ -130,7 +126,6 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu-exact": F.gelu,
     "relu": F.relu,
     "squared-relu": lambda inputs: F.relu(inputs).square(),  # So et al., Primer, arXiv 2109.08668
-    **{name: _with_gate(function) for name, function in _GATE_FUNCTIONS.items()},
 }
 
 

@@ -109,7 +109,7 @@ def warnings_of_run(run: Run) -> list[str]:
 def _experts(run: Run) -> dict[str, str]:
     """Return the row of experts, with the waits of hosts for exchanges; empty without experts."""
     model, ranks = run.config.model, run.layout.expert_parallel_size
-    if not model.has_experts:
+    if model.num_experts is None:
         return {}
     number = sum(model.layers_of_experts(model.num_layers))
     text = f"{model.num_experts}, {model.moe_router_topk} for each token, in {_number(number, 'layer')}"

@@ -125,6 +125,13 @@ def _exchanged(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> list[
 Made = TypeVar("Made")
 
 
+def _made(values: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
+    """The value of a key, made at its first use."""
+    if key not in values:
+        values[key] = make()
+    return values[key]
+
+
 class SequenceState:
     """State of one live micro-batch on one stage: one `KeyValueState` per layer that attends.
 
@@ -250,21 +257,13 @@ class Past:
         """Tokens of the whole sequence."""
         return self._sequence.token_slices.seq_length
 
-    @property
-    def num_documents(self) -> int:
-        """Documents in all rows of the micro-batch, where layers read their numbers."""
-        return sum(map(len, self._numbered.starts))
+    def document_numbers(self, first_token: int, length: int) -> tuple[Tensor, int]:
+        """Numbers of the documents of tokens [B, n] from `first_token` after the first on, and of how many in all rows.
 
-    def document_numbers(self, first_token: int, length: int) -> Tensor:
-        """Numbers of the documents of tokens [B, n] that begin `first_token` after the first."""
-        first = self.prefix_len + first_token
-        return self._numbered.numbers[:, first : first + length]
-
-    @property
-    def _numbered(self) -> Documents:
-        documents = self._sequence.documents
-        assert documents is not None and documents.numbered, "`numbered` where layers read them"
-        return documents
+        The documents are `numbered`.
+        """
+        first, documents = self.prefix_len + first_token, self._sequence.documents
+        return documents.numbers[:, first : first + length], sum(map(len, documents.starts))
 
     def counts(self, layer: CountingLayer, num_groups: int, device: torch.device) -> Counts:
         """The counts of this layer in the micro-batch, of some groups of tokens."""
@@ -297,17 +296,11 @@ class Past:
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
         """A value that all layers of this stage share for this token slice; made by the first one."""
-        key = self.prefix_len, name
-        if key not in self._sequence.shared:
-            self._sequence.shared[key] = make()
-        return self._sequence.shared[key]
+        return _made(self._sequence.shared, (self.prefix_len, name), make)
 
     def carried(self, name: str, make: Callable[[], Made]) -> Made:
         """A value that this layer carries from token slice to token slice; made at the first one."""
-        key = self._layer, name
-        if key not in self._sequence.carried:
-            self._sequence.carried[key] = make()
-        return self._sequence.carried[key]
+        return _made(self._sequence.carried, (self._layer, name), make)
 
     def kept(self, name: str, make: Callable[[], Made]) -> Made:
         """A value of this layer and token slice that a forward computed again gets from the first one.
@@ -315,12 +308,8 @@ class Past:
         So a choice is made once, though stages or layers are computed twice. It is kept until the last backward of the
         micro-batch; without a backward it is not kept.
         """
-        if self._sequence.forward_only:
-            return make()
         key = self._layer, self.prefix_len, name
-        if key not in self._sequence.kept:
-            self._sequence.kept[key] = make()
-        return self._sequence.kept[key]
+        return make() if self._sequence.forward_only else _made(self._sequence.kept, key, make)
 
     def room(self, like: Tensor, window: int | None = None) -> tuple[Tensor, Tensor] | None:
         """Tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; None for none."""
