@@ -23,6 +23,7 @@ from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.experts import ExpertSettings
 from megatron_terapipe.config.layers import output_layer
+from megatron_terapipe.config.model import OF_TRAINING
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import CheckpointError, first_line
 from megatron_terapipe.huggingface.families.registry import FAMILIES
@@ -121,13 +122,6 @@ def _wrong(name: str, value: object, rule: str) -> ValueError:
 
 RUN_FILE = "run.json"
 
-_MAY_CHANGE = {
-    *("seq_length", "hidden_dropout", "attention_dropout"),
-    *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
-    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_dispatcher_type"),
-}
-"""Settings of the model that change neither the shape nor the meaning of a weight."""
 _ROTATIONS = {
     *("rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_original_length", "rotary_attention_factor"),
     *("rotary_short_factors", "rotary_long_factors"),
@@ -323,7 +317,7 @@ class CheckpointInfo:
         known = {each.name for each in fields(ModelConfig)}
         before = ModelConfig(**{name: value for name, value in self.model.items() if name in known})
         ours, theirs_by_name = asdict(model), asdict(before) | self.model
-        may_change = _MAY_CHANGE | extended
+        may_change = OF_TRAINING | extended
         if model.position_embedding_type != "learned_absolute":
             may_change.add("max_position_embeddings")  # no weight has a row for each
         if model.rotary_scaling in ("none", "linear"):

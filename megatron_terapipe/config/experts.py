@@ -18,7 +18,10 @@ from megatron_terapipe.config.layers import MOST_WIDTH, layers_of_pattern
 from megatron_terapipe.config.options import option
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, TRAINING_CANNOT_BE_RUN, ConfigError
 
-_ALL_TOKENS = f"slice 1 would wait for slice S in every layer: {TRAINING_CANNOT_BE_RUN}"
+_ALL_TOKENS = (
+    "the choice of a token would depend on later tokens of the sequence, which are in later token slices: "
+    f"{TRAINING_CANNOT_BE_RUN}"
+)
 
 MOST_EXPERTS = 32_767
 """Experts of a layer at most: their numbers are kept in 16 bits."""
@@ -219,6 +222,6 @@ def _check_groups(experts: int, top_k: int, groups: int, kept: int | None) -> No
         )
     if top_k % kept or top_k // kept > experts // groups:
         raise ConfigError(
-            f"--moe-router-topk {top_k} experts cannot be chosen in --moe-router-group-topk {kept} groups of "
-            f"{experts // groups} experts, as many in each: change one of them"
+            f"--moe-router-topk {top_k} experts cannot be chosen in --moe-router-group-topk {kept} groups with "
+            f"as many in each, because a group has {experts // groups} of --num-experts {experts}: change one of them"
         )

@@ -18,6 +18,14 @@ from megatron_terapipe.config.options import Otherwise, check, check_bounds, opt
 from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
+OF_TRAINING = {
+    *("seq_length", "hidden_dropout", "attention_dropout"),
+    *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_dispatcher_type"),
+}
+"""Fields that change neither the shape nor the meaning of a weight, nor an output of the model after its training."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(ExpertSettings):

@@ -44,41 +44,24 @@ def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
     return WeightRule(ours, (theirs,), lambda weight: (weight[:words],), padded)
 
 
-def stacked(ours: str, theirs: Sequence[str]) -> WeightRule:
-    """Return the rule of a tensor here that is several tensors of one shape there, stacked along a new dimension."""
-    return WeightRule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
-
-
-def halves(ours: str, theirs: str) -> WeightRule:
-    """Return the rule of a tensor [2, n, ...] here that is [2 n, ...] there."""
+def stacked(ours: str, theirs: Sequence[str], parts: int = 1) -> WeightRule:
+    """Return the rule of a tensor [N, ...] here that is N tensors there, or of [N, parts, ...] that is N x parts."""
+    sizes = (-1, parts) if parts > 1 else (-1,)
     return WeightRule(
-        ours, (theirs,), lambda weight: (weight.flatten(0, 1),), lambda tensors: tensors[0].unflatten(0, (2, -1))
+        ours,
+        tuple(theirs),
+        lambda weight: weight.flatten(0, len(sizes) - 1).unbind(),
+        lambda tensors: torch.stack(tuple(tensors)).unflatten(0, sizes),
     )
 
 
-def experts(ours: str, theirs: Sequence[str], *, number: int, parts: int) -> WeightRule:
-    """Return the rule of the matrices [experts, n, m] or [experts, parts, n, m] of a layer here.
-
-    Args:
-        theirs: names of the matrices of an expert there, with {} for its number; or one name, of those of all.
-        number: experts.
-    """
-
-    def apart(weight: Tensor, dimension: int, sizes: tuple[int, int]) -> Tensor:
-        return weight.unflatten(dimension, sizes) if parts > 1 else weight
-
-    if "{}" not in theirs[0]:
-        return WeightRule(
-            ours,
-            tuple(theirs),
-            lambda weight: (weight.flatten(1, -2),),
-            lambda tensors: apart(tensors[0], 1, (parts, -1)),
-        )
+def halves(ours: str, theirs: str, dimension: int = 0) -> WeightRule:
+    """Return the rule of a tensor [..., 2, n, ...] here that is [..., 2 n, ...] there."""
     return WeightRule(
         ours,
-        tuple(name.format(expert) for expert in range(number) for name in theirs),
-        lambda weight: weight.flatten(0, -3).unbind(),
-        lambda tensors: apart(torch.stack(tuple(tensors)), 0, (number, parts)),
+        (theirs,),
+        lambda weight: (weight.flatten(dimension, dimension + 1),),
+        lambda tensors: tensors[0].unflatten(dimension, (2, -1)),
     )
 
 
@@ -216,13 +199,14 @@ def _router(names: TensorNames, block: str) -> Named:
 
 
 def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:
-    own, number = {"up": names.expert_up, "down": (names.expert_down,)}, model.num_experts or 0
-    return lambda ours, kind: experts(
-        ours,
-        [f"{block}{name}.weight" for name in own[kind]],
-        number=number,
-        parts=2 if kind == "up" and model.gated else 1,
-    )
+    def rule(ours: str, kind: str) -> WeightRule:
+        theirs = [f"{block}{name}.weight" for name in (names.expert_up if kind == "up" else (names.expert_down,))]
+        if "{}" in theirs[0]:
+            numbered = [name.format(expert) for expert in range(model.num_experts or 0) for name in theirs]
+            return stacked(ours, numbered, len(theirs))
+        return halves(ours, theirs[0], 1) if kind == "up" and model.gated else same(ours, theirs[0])
+
+    return rule
 
 
 def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, fields
 from math import isclose
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model import OF_TRAINING, ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.families.settings import Setting, SettingsFile
+from megatron_terapipe.huggingface.families.settings import Setting, SettingsFile, refuse_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +73,7 @@ class TensorNames:
         return tensor if tensor.startswith((base, f"{self.output}.")) else base + tensor
 
 
-_WITHOUT_EFFECT = {
-    *("model_preset", "seq_length", "make_vocab_size_divisible_by", "vocab_rows"),
-    *("hidden_dropout", "attention_dropout"),
-    *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
-    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_dispatcher_type"),
-}
+_WITHOUT_EFFECT = {*OF_TRAINING, "model_preset", "make_vocab_size_divisible_by", "vocab_rows"}
 """Fields of the model section that change no output of a model after its training."""
 
 _BY_PROPERTY = {
@@ -128,7 +122,7 @@ class Family:
 
     def read(self, file: SettingsFile) -> ModelConfig:
         """Return the model of a `config.json`; its sequences are as long as there are positions."""
-        file.refuse_experts(self.keys)
+        refuse_experts(file.contents, file.where, self.keys)
         fields = self.fields(file)
         try:
             return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])

@@ -17,6 +17,7 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     window_of_all,
 )
 from megatron_terapipe.huggingface.families.settings import (
+    ATTENTION_BIASES,
     GATED,
     NUMBER,
     Setting,
@@ -126,7 +127,7 @@ QWEN3 = llama_like(
     window_after_layer(),
     always(qk_norm="head"),
     head_size=128,
-    bias=biases(qkv="attention_bias", projection="attention_bias"),
+    bias=ATTENTION_BIASES,
     **_QWEN,
 )
 
@@ -135,7 +136,7 @@ OLMO2 = llama_like(
     "Olmo2ForCausalLM",
     swish(),
     always(qk_norm="all-heads", norm_placement="post"),
-    bias=biases(qkv="attention_bias", projection="attention_bias"),
+    bias=ATTENTION_BIASES,
     epsilon=1e-5,
     vocab_size=50304,
 )
@@ -195,7 +196,7 @@ _COMMON: tuple[Setting, ...] = (
     fixed("use_bidirectional_attention", None, False),
 )
 _SIZES: dict[str, Any] = {
-    "bias": biases(qkv="attention_bias", projection="attention_bias"),
+    "bias": ATTENTION_BIASES,
     "head_size": 256,
     "tied": True,
 }

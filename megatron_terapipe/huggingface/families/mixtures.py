@@ -5,14 +5,15 @@ Files have one width, that of the experts, or one of each kind. transformers 5 h
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
-from megatron_terapipe.huggingface.families.family import TensorNames
+from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import pattern_of, rotations, window_of_all
 from megatron_terapipe.huggingface.families.llama import MULTIPLIERS, llama_like, swish
 from megatron_terapipe.huggingface.families.settings import (
+    ATTENTION_BIASES,
     COUNT,
     NATURAL,
     NUMBER,
@@ -32,12 +33,23 @@ from megatron_terapipe.huggingface.families.settings import (
 LAYERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(NATURAL.fits, value)))
 
 
-def _experts(key: str, number: int, top_k: int) -> tuple[Setting, ...]:
-    """Return the settings of the number of experts, and of those that a token chooses, with their defaults."""
-    return (
+def _mixture(name: str, architecture: str, experts: tuple[str, int, int], *settings: Setting, **more: Any) -> Family:
+    """Return a family with experts.
+
+    Args:
+        experts: key of their number, its default, and that of the experts that a token chooses.
+        more: as in `llama_like`.
+    """
+    key, number, top_k = experts
+    return llama_like(
+        name,
+        architecture,
+        swish(),
         same(key, "num_experts", COUNT, number),
         same("num_experts_per_tok", "moe_router_topk", COUNT, top_k),
         ignored("router_aux_loss_coef", "output_router_logits"),
+        *settings,
+        **{"bias": ATTENTION_BIASES} | more,
     )
 
 
@@ -84,14 +96,14 @@ def _window_if_used(file: SettingsFile, fields: Fields) -> Fields:
     return {"sliding_window": window if file.value("use_sliding_window", SWITCH, False) else None}
 
 
-MIXTRAL = llama_like(
+MIXTRAL = _mixture(
     "mixtral",
     "MixtralForCausalLM",
-    swish(),
+    ("num_local_experts", 8, 2),
     window_of_all(),
-    *_experts("num_local_experts", 8, 2),
     ONE_WIDTH,
     ignored("router_jitter_noise"),
+    bias=biases(),
     rotation=rotations(base=1_000_000.0),
     aliases={"num_local_experts": "num_experts"},
     tensors=TensorNames(
@@ -105,12 +117,11 @@ MIXTRAL = llama_like(
     max_position_embeddings=131072,
 )
 
-QWEN3_MOE = llama_like(
+QWEN3_MOE = _mixture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    swish(),
+    ("num_experts", 128, 8),
     always(qk_norm="head"),
-    *_experts("num_experts", 128, 8),
     same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 768),
     opposite("norm_topk_prob", "moe_router_pre_softmax", False),
     Setting(
@@ -125,7 +136,6 @@ QWEN3_MOE = llama_like(
     ),
     # Left over from Qwen 2 in published files.
     ignored("max_window_layers"),
-    bias=biases(qkv="attention_bias", projection="attention_bias"),
     aliases={"num_experts": "num_local_experts"},
     key_heads=4,
     vocab_size=151936,
@@ -135,16 +145,14 @@ QWEN3_MOE = llama_like(
     max_position_embeddings=32768,
 )
 
-OLMOE = llama_like(
+OLMOE = _mixture(
     "olmoe",
     "OlmoeForCausalLM",
-    swish(),
+    ("num_experts", 64, 8),
     always(qk_norm="all-heads"),
     fixed("clip_qkv", None),
-    *_experts("num_experts", 64, 8),
     ONE_WIDTH,
     opposite("norm_topk_prob", "moe_router_pre_softmax", False),
-    bias=biases(qkv="attention_bias", projection="attention_bias"),
     aliases={"num_experts": "num_local_experts"},
     epsilon=1e-5,
     vocab_size=50304,
@@ -155,12 +163,6 @@ OLMOE = llama_like(
     max_position_embeddings=4096,
 )
 
-_GRANITE = (
-    swish(),
-    *MULTIPLIERS,
-    *_experts("num_local_experts", 8, 2),
-    ONE_WIDTH,
-)
 _GRANITE_NAMES = TensorNames(
     router="block_sparse_moe.router.layer",
     expert_up=("block_sparse_moe.input_linear",),
@@ -169,20 +171,22 @@ _GRANITE_NAMES = TensorNames(
     shared_down="shared_mlp.output_linear",
 )
 
-GRANITEMOE = llama_like(
+GRANITEMOE = _mixture(
     "granitemoe",
     "GraniteMoeForCausalLM",
-    *_GRANITE,
-    bias=biases(qkv="attention_bias", projection="attention_bias"),
+    ("num_local_experts", 8, 2),
+    *MULTIPLIERS,
+    ONE_WIDTH,
     tensors=_GRANITE_NAMES,
 )
 
-GRANITEMOESHARED = llama_like(
+GRANITEMOESHARED = _mixture(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
-    *_GRANITE,
+    ("num_local_experts", 8, 2),
+    *MULTIPLIERS,
+    ONE_WIDTH,
     _unless("shared_intermediate_size", "moe_shared_expert_intermediate_size", NATURAL, 0),
-    bias=biases(qkv="attention_bias", projection="attention_bias"),
     tensors=_GRANITE_NAMES,
 )
 
@@ -206,11 +210,10 @@ def _groups(file: SettingsFile, fields: Fields) -> Fields:
     return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
 
 
-GLM4_MOE = llama_like(
+GLM4_MOE = _mixture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
-    swish(),
-    *_experts("n_routed_experts", 128, 8),
+    ("n_routed_experts", 128, 8),
     same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1408),
     always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
     fixed("norm_topk_prob", True),
@@ -242,7 +245,7 @@ GLM4_MOE = llama_like(
     rotation=rotations(part=0.5),
     bias=biases(qkv="attention_bias"),
     aliases={"n_routed_experts": "num_local_experts"},
-    tensors=lambda model: replace(TensorNames(), unread=f"model.layers.{model.num_layers}."),
+    tensors=lambda model: TensorNames(unread=f"model.layers.{model.num_layers}."),
     # Published files have it; the other defaults of transformers are no model without it.
     head_size=128,
     key_heads=8,

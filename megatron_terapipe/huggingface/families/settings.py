@@ -60,7 +60,7 @@ class SettingsFile:
     """The settings of a `config.json`, or of a section of it."""
 
     def __init__(self, contents: Mapping[str, Any], where: str, aliases: Mapping[str, str] | None = None) -> None:
-        self._contents, self.where, self._aliases = contents, where, aliases or {}
+        self.contents, self.where, self._aliases = contents, where, aliases or {}
 
     @classmethod
     def read(cls, path: str | Path, flag: str) -> "SettingsFile":
@@ -79,12 +79,12 @@ class SettingsFile:
             nullable: whether it may be null, which is then returned.
         """
         name = self._spelled(name)
-        if name not in self._contents and default is not _REQUIRED:
+        if name not in self.contents and default is not _REQUIRED:
             return default
-        value = self._contents.get(name)
+        value = self.contents.get(name)
         if (value is None and nullable) or (value is not None and kind.fits(value)):
             return value
-        if name not in self._contents:
+        if name not in self.contents:
             raise ConfigError(f"{self.where} leaves out {name}, which must be {kind.values}: get the file again")
         raise ConfigError(
             f"{self.where} sets {name} to {_shown(value)}, and it must be {kind.values}: correct the file"
@@ -97,7 +97,7 @@ class SettingsFile:
             default: its value if it is missing.
         """
         name = self._spelled(name)
-        value, accepted = self._contents.get(name, default), tuple(accepted)
+        value, accepted = self.contents.get(name, default), tuple(accepted)
         # In JSON, `true` is not 1.
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted):
             choices = " or ".join(_shown(each) for each in accepted)
@@ -114,22 +114,18 @@ class SettingsFile:
 
     def with_value(self, name: str, value: Any) -> "SettingsFile":
         """Return the file with another value for a setting."""
-        return SettingsFile({**self._contents, name: value}, self.where)
+        return SettingsFile({**self.contents, name: value}, self.where)
 
     def with_aliases(self, aliases: Mapping[str, str]) -> "SettingsFile":
         """Return the file with another name for some keys, by key; it counts where both are there."""
-        return SettingsFile(self._contents, self.where, aliases)
+        return SettingsFile(self.contents, self.where, aliases)
 
     def _spelled(self, name: str) -> str:
         alias = self._aliases.get(name, name)
-        return name if self._contents.get(alias) is None else alias
-
-    def refuse_experts(self, understood: Collection[str]) -> None:
-        """Raise if the settings describe a mixture of experts by keys that a family does not understand."""
-        refuse_experts(self._contents, self.where, understood)
+        return name if self.contents.get(alias) is None else alias
 
     def __bool__(self) -> bool:
-        return bool(self._contents)
+        return bool(self.contents)
 
 
 def _shown(value: object) -> str:
@@ -292,6 +288,9 @@ def biases(
     keys = dict.fromkeys(each for each in (qkv, projection, mlp) if isinstance(each, str))
     return Setting(tuple(keys), read, write)
 
+
+ATTENTION_BIASES = biases(qkv="attention_bias", projection="attention_bias")
+"""Biases of all products of attention by one key, and none in the MLP."""
 
 GATED: Mapping[str, str] = {
     "silu": "swiglu",
