@@ -93,6 +93,8 @@ class Tallies:
         ]
         self._numbers, self._layers = [number for number, _ in found], [part for _, part in found]
         self._micro_batch_groups, self._stage_groups = _with_others(micro_batch_groups), _with_others(stage_groups)
+        self.any = bool(found)
+        """Whether a layer of this rank counts."""
         self._device, self._extent = device, [0, 0]
         self._whole_step, self._open = False, dict[int, list[Counts]]()
         self.reads = self._layers[0].reads if self._layers else None
@@ -107,11 +109,6 @@ class Tallies:
             """Those of the steps since the last call of `take`."""
             for layer, row in zip(self._layers, self._step, strict=True):
                 layer.counted_in_step, layer.values_in_step = row.split(self._extent)
-
-    @property
-    def any(self) -> bool:
-        """Whether a layer of this rank counts."""
-        return bool(self._layers)
 
     def begin(self, *, whole_step: bool) -> None:
         """Start a step of training.

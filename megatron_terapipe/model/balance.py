@@ -84,7 +84,8 @@ class Balance(nn.Module):
         if not (self._auxiliary or self._z) or not self.training or not torch.is_grad_enabled():
             return logits_TE
         counts, groups_T = self._groups(len(logits_TE), num_rows, past, logits_TE.device)
-        return _Losses.apply(logits_TE, self, counts, groups_T, past, num_rows * past.seq_length)
+        tokens = num_rows * past.seq_length
+        return _Losses.apply(logits_TE, lambda *tensors: self.add_gradient(*tensors, counts, groups_T, past, tokens))
 
     def within_capacity(self, chosen_TK: Tensor, num_rows: int, past: Past) -> Tensor | None:
         """Which choices [T, K] are processed: of each expert the first of a sequence; None for all of them.
@@ -170,14 +171,11 @@ class _Losses(torch.autograd.Function):
     """The identity of logits, with the gradient of the losses of `Balance`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, balance: Balance, counts: Counts, groups: Tensor | None, past: Past, tokens: int
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, add_gradient: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.settings = balance, (counts, groups, past, tokens)
+        ctx.add_gradient = add_gradient
         return logits.view_as(logits)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (logits,), (balance, settings) = ctx.saved_tensors, ctx.settings
-        return balance.add_gradient(gradient, logits, *settings), None, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.add_gradient(gradient, *ctx.saved_tensors), None

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_terapipe.model.attention import Past
-from megatron_terapipe.model.tensor_parallel import all_gather, reduce_scatter
+from megatron_terapipe.model.tensor_parallel import Pending, all_gather, reduce_scatter
 
 
 class ExpertParallelRanks(Protocol):
@@ -105,16 +105,12 @@ def unpermuted(y_Rh: Tensor, pairs: Pairs) -> Tensor:
     return _Moved.apply(y_Rh, pairs, False)
 
 
-Arriving = Callable[[], Tensor]
-"""Waits for a tensor that is under way."""
-
-
 class Dispatched(NamedTuple):
     """Tokens on their way to their experts."""
 
     given: Callable[[], tuple[Tensor, Tensor, Pairs]]
     """Waits for the inputs of this rank's experts: x_Rh, weights_R, and their pairs."""
-    start_back: Callable[[Tensor], Arriving]
+    start_back: Callable[[Tensor], Pending]
     """Starts to send outputs y_Rh back, as the sums of each token's, y_Th."""
 
 
@@ -182,7 +178,7 @@ class _Wait(torch.autograd.Function):
         return gradient, None
 
 
-def started(tensor: Tensor, send: Send, send_gradient: Send) -> Arriving:
+def started(tensor: Tensor, send: Send, send_gradient: Send) -> Pending:
     """Post a tensor; call the result to wait for the tensor that arrives."""
     flight = _Flight(send, send_gradient)
     received = _Post.apply(tensor, flight)
@@ -227,7 +223,7 @@ class AllToAll:
         expert_R = expert_Pe.flatten().repeat_interleave(counts_Pe.flatten(), output_size=sum(sizes.received))
         here = Pairs.of(expert_R.unsqueeze(1), counts_Pe.shape[1])
 
-        def start_back(y_Rh: Tensor) -> Arriving:
+        def start_back(y_Rh: Tensor) -> Pending:
             arriving, left = started(unpermuted(y_Rh, here), back, there), len(pairs.order_R) - num_sent
             return lambda: unpermuted(F.pad(arriving(), (0, 0, 0, left)) if left else arriving(), pairs)
 

@@ -208,7 +208,6 @@ class Experts(nn.Module):
         self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks, expert_ranks: ExpertParallelRanks
     ) -> None:
         super().__init__()
-        self.number = block.num_experts // expert_ranks.size
 
         def parameter(*shape: int, initialize: Initializer | None) -> nn.Parameter:
             """The part of this rank's experts, drawn by their numbers among all."""
@@ -235,7 +234,7 @@ class Experts(nn.Module):
         if self.up_bias is None:
             return _ExpertProduct.apply(self.down, pairs, self.weighted_activation, up_Rf, weights_R)
         places_R = torch.arange(len(x_Rh), device=x_Rh.device)
-        expert_R = torch.searchsorted(pairs.ends_E, places_R, right=True).clamp(max=self.number - 1)
+        expert_R = torch.searchsorted(pairs.ends_E, places_R, right=True).clamp(max=len(self.up) - 1)
         up_Rf = up_Rf + F.embedding(expert_R, self.up_bias.flatten(1))
         y_Rh = _ExpertProduct.apply(self.down, pairs, self.weighted_activation, up_Rf, weights_R)
         return y_Rh + F.embedding(expert_R, self.down_bias) * weights_R.to(y_Rh.dtype).unsqueeze(1)

@@ -15,6 +15,7 @@ class ExpertWatch:
         self._layers = tuple(number for number, block in enumerate(model.blocks) if block.num_experts)
         self._recent: list[ExpertLoads] = []
         self._starved: set[tuple[int, int]] = set()
+        self._next_check = 0
 
     def read(self, iteration: int) -> None:
         """Report the loads since the previous call; a collective operation of all ranks, and the host waits."""
@@ -30,6 +31,9 @@ class ExpertWatch:
         )
         self._report(loads)
         self._recent = [*self._recent[-STARVED_FOR:], loads]
+        if iteration < self._next_check:  # Means of many lines take long.
+            return
+        self._next_check = iteration + STARVED_FOR // 10
         latest = latest_loads(self._recent)
         assert latest is not None, "has a line"
         starved = {(layer, expert) for _, layer, expert in latest.starved}
