@@ -381,9 +381,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
         The host waits for them only here.
         """
-        return self._tallies.take(
-            self.module.num_layers, self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
-        )
+        pipeline = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
+        return self._tallies.take(self.module.num_layers, pipeline)
 
     # ------------------------------------------------------------------ the run of a batch
 

@@ -265,11 +265,10 @@ class ExpertLoads(Record):
     def mean(cls, lines: Sequence[Self]) -> Self:
         """Return the loads over the iterations of several lines of one model, at least one."""
         total = sum(each.iterations for each in lines)
-        tables = [each.loads for each in lines]
         weights = [each.iterations / total for each in lines]
         means = (
             tuple(sum(map(mul, weights, of_expert)) for of_expert in zip(*of_layer, strict=True))
-            for of_layer in zip(*tables, strict=True)
+            for of_layer in zip(*(each.loads for each in lines), strict=True)
         )
         return replace(lines[-1], iterations=total, loads=tuple(means))
 

@@ -71,7 +71,10 @@ def start_of_log(run: Run) -> list[str]:
 
 def warnings_of_run(run: Run) -> list[str]:
     """Return warnings: few tokens of experts, other checkpoint directories, other tokenizers, nothing to train."""
-    config, lines = run.config.checkpoint, _few_tokens(run)
+    config, lines = run.config.checkpoint, []
+    if get_accelerator().device_name() != "cpu" or run.config.training.dry_run:
+        few = Strategy.of_config(run.config, run.layout.data_parallel_size).few_tokens(run.config.model)
+        lines += [] if few is None else [f"warning: {few}"]
     if config.load is not None and run.checkpoint is None and not _same(config.load, config.save):
         lines.append(
             f"warning: --load {config.load} has no checkpoint, and training starts from new weights: correct the path "
@@ -116,14 +119,6 @@ def _experts(run: Run) -> dict[str, str]:
     proofs = run.simulated_schedule.proven.values()
     waits = Proof(False, all(proof.under_ops for proof in proofs)).waits(expert_exchange(run.config))
     return {"experts": text if waits is None else f"{text}; on {ranks} expert-parallel ranks by {waits}"}
-
-
-def _few_tokens(run: Run) -> list[str]:
-    """Return the warning of few tokens for each expert, for a run on accelerators or a dry run."""
-    if get_accelerator().device_name() == "cpu" and not run.config.training.dry_run:
-        return []
-    line = Strategy.of_config(run.config, run.layout.data_parallel_size).few_tokens(run.config.model)
-    return [] if line is None else [f"warning: {line}"]
 
 
 def _number(number: int, thing: str, plural: str = "s") -> str:
