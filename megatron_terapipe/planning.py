@@ -267,8 +267,7 @@ def with_dispatcher(config: Config, data_parallel_size: int) -> Config:
         """Seconds of the ops of a micro-batch on all stages."""
         strategy = Strategy.of_config(tried, data_parallel_size)
         priced = cost_model_of(tried, strategy.world_size)
-        placed = priced.placed(strategy)
-        return float(priced.stage_ops(placed)[:2].sum())  # forwards and backwards
+        return float(priced.stage_ops(priced.placed(strategy))[:2].sum())  # forwards and backwards
 
     exact = with_type("alltoall")
     return exact if config.expert_ranks_cut_apart else min(exact, with_type("allgather"), key=seconds)
