@@ -133,12 +133,11 @@ class ParallelLayout:
 
         `expert` are the ranks that share experts, and `expert_copies` those of a stage with the same experts.
         """
-        if axis in ("expert", "expert_copies"):
-            across = axis == "expert_copies"
-            size, stage = self.expert_parallel_size, self.ranks_of_a_stage
-            firsts = range(0, self.world_size, stage if across else size)
-            if not across:
-                return [[*range(first, first + size)] for first in firsts]
+        size, stage = self.expert_parallel_size, self.ranks_of_a_stage
+        if axis == "expert":
+            return [[*range(first, first + size)] for first in range(0, self.world_size, size)]
+        if axis == "expert_copies":
+            firsts = range(0, self.world_size, stage)
             return [[*range(first + place, first + stage, size)] for first in firsts for place in range(size)]
         groups: dict[Coordinate, list[int]] = {}
         for rank, coordinate in enumerate(self.coordinates()):

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_terapipe.search.answer.json_schema import DistancePart, RemedyKind, RemedyPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.price.workload import IMBALANCE, Workload, gpt_workload
 from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_grids
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
@@ -165,8 +165,10 @@ def _larger_clusters(problem: SearchProblem) -> Iterator[tuple[int, SearchProble
 def _shorter(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
     """Yield the question with a half of the sequence, a quarter, ...; nothing for a model that is a list of layers."""
     config, length = problem.workload.config, problem.workload.seq_length
+    imbalance = IMBALANCE if problem.workload.experts is None else problem.workload.experts.imbalance
     while config is not None and (length := length // 2) >= LEAST_SEQ_LENGTH:
-        yield length, replace(problem, workload=problem.workload.with_length(length))
+        shorter = gpt_workload(replace(config, seq_length=length), imbalance=imbalance)
+        yield length, replace(problem, workload=shorter)
 
 
 def _smaller_batches(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:

@@ -188,11 +188,11 @@ def model_of(options: argparse.Namespace) -> Workload:
     factor = options.expert_imbalance
     if factor is None:
         return workload
-    if not workload.numbers_of_experts or not 1 <= factor <= max(workload.numbers_of_experts):
-        has = f"{max(workload.numbers_of_experts)} experts" if workload.numbers_of_experts else "no experts"
+    number = 0 if workload.experts is None else workload.experts.number
+    if not 1 <= factor <= number:
         raise ConfigError(
             f"--expert-imbalance {factor:g} is not from 1, where all ranks have as many tokens, to the number of "
-            f"experts, and {options.model} has {has}: correct it, or drop it"
+            f"experts, and {options.model} has {number or 'no'} experts: correct it, or drop it"
         )
     assert workload.config is not None, "only a GPT has experts"
     return gpt_workload(workload.config, workload.name, imbalance=factor)

@@ -205,10 +205,10 @@ class CostModel:
 
     def _notes_of_experts(self, strategy: Strategy) -> Iterator[str]:
         """Yield the assumption about expert-parallel ranks, and a warning if experts have few tokens."""
-        if strategy.expert_parallel_size > 1:
+        if strategy.expert_parallel_size > 1 and (experts := self.workload.experts) is not None:
             yield (
-                f"the expert-parallel rank with most tokens is assumed to have {self.workload.imbalance:g} times the "
-                "mean (--expert-imbalance)"
+                f"the expert-parallel rank with most tokens is assumed to have {experts.imbalance:g} times the mean "
+                "(--expert-imbalance)"
             )
         if self.workload.config is not None and (line := strategy.few_tokens(self.workload.config)) is not None:
             yield line

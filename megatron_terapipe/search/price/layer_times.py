@@ -80,12 +80,11 @@ class LayerQuery(OpSizes):
 
     def expert_rows(self, experts: Experts) -> ScalarOrArray:
         """Rows [...] that the experts of the rank with most compute."""
-        return self.routed_tokens * experts.chosen * np.where(self.shares_experts, experts.imbalance, 1.0)
-
-    @property
-    def shares_experts(self) -> NDArray[np.bool_]:
-        """Whether several ranks share the experts [...]."""
-        return np.greater(self.expert_parallel_size, 1)
+        return (
+            self.routed_tokens
+            * experts.chosen
+            * np.where(np.greater(self.expert_parallel_size, 1), experts.imbalance, 1.0)
+        )
 
 
 def held_rows(experts: Experts, ranks: ScalarOrArray) -> ScalarOrArray:

@@ -372,7 +372,7 @@ class Roofline:
         yield replace(self, precision="fp32")._product(router, device, 1.0, query.routed_tokens)
         held = query.routed_tokens * experts.chosen * held_rows(experts, query.expert_parallel_size)
         # Rows that come from other ranks are sorted once more; tokens that are sent once become rows only there.
-        sorts = np.where(query.shares_experts, 2.0, 1.0)
+        sorts = np.where(np.greater(query.expert_parallel_size, 1), 2.0, 1.0)
         moved = held / sorts if self.software.communication.sends_once else held
         yield self._operator(operators.routing, device, moved * hidden, sorts)
         yield self._operator(operators.expert_activation, device, held * experts.width)
@@ -385,12 +385,8 @@ class Roofline:
         Rows of an expert fill tiles of `TILE` rows, the last one by half.
         """
         kernels = self.software.products
-        is_grouped = (
-            kernels.groups_experts
-            and device.is_gpu
-            and self.precision != "fp32"
-            and device.generation not in NOT_GROUPED
-        )
+        in_half = device.is_gpu and self.precision != "fp32"
+        is_grouped = kernels.groups_experts and in_half and device.generation not in NOT_GROUPED
         inputs, outputs = product.per_rank(cut)  # type: ignore[arg-type]
         filled = rows + matrices * TILE / 2 * device.is_gpu
         weights, launches = matrices * inputs * outputs, 1.0 if is_grouped else matrices

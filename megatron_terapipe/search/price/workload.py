@@ -3,7 +3,7 @@
 ModelConfig --gpt_workload--> Workload(layers, dealt first..end) ; Layer = products + attention + element-wise work
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -267,20 +267,10 @@ class Workload:
                 seen.add(layer.shared_weight)
         return total
 
-    def with_length(self, seq_length: int) -> "Workload":
-        """Return the same GPT with sequences of another length."""
-        assert self.config is not None, "only of a GPT"
-        return gpt_workload(replace(self.config, seq_length=seq_length), imbalance=self.imbalance)
-
     @cached_property
-    def imbalance(self) -> float:
-        """Imbalance of its experts."""
-        return next((layer.experts.imbalance for layer in self.layers if layer.experts is not None), IMBALANCE)
-
-    @cached_property
-    def numbers_of_experts(self) -> tuple[int, ...]:
-        """Different numbers of experts that its layers have; empty without any."""
-        return tuple(sorted({layer.experts.number for layer in self.layers if layer.experts is not None}))
+    def experts(self) -> Experts | None:
+        """Those of one layer; other layers have as many. None without any."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @cached_property
     def can_cut_tokens(self) -> bool:

@@ -398,7 +398,7 @@ def rival_of(problem: SearchProblem, pricing: Pricing) -> Rival | None:
     workload = problem.workload
     if (
         workload.config is None
-        or workload.numbers_of_experts
+        or workload.experts is not None
         or workload.seq_length < LEAST_TOKENS
         or problem.precision != "bf16"
     ):

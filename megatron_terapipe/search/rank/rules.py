@@ -72,14 +72,14 @@ def _expert_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
         return None
     if ranks % size:
         return f"the {ranks} ranks of a stage cannot be put into groups of {size} expert-parallel ranks"
-    uneven = [str(number) for number in problem.workload.numbers_of_experts if number % size]
-    if uneven or not problem.workload.numbers_of_experts:
-        return f"{uneven[0] if uneven else 'no'} experts cannot be shared by {size} expert-parallel ranks"
-    return None
+    number = 0 if problem.workload.experts is None else problem.workload.experts.number
+    if number and number % size == 0:
+        return None
+    return f"{number or 'no'} experts cannot be shared by {size} expert-parallel ranks"
 
 
 def _tokens_of_experts(grid: StrategyGrid, problem: SearchProblem, sequence_parallel: bool) -> str | None:
-    if sequence_parallel or grid.layout.tensor_parallel_size == 1 or not problem.workload.numbers_of_experts:
+    if sequence_parallel or grid.layout.tensor_parallel_size == 1 or problem.workload.experts is None:
         return None
     return (
         "tensor-parallel ranks of a model with experts route a part of the tokens each: set sequence_parallel to true"

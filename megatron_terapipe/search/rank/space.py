@@ -127,6 +127,7 @@ def _runnable(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] |
 
 
 def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | None:
+    workload = problem.workload
     match dimension.tried:
         case Tried.REST_OF_DEVICES:
             return None
@@ -135,17 +136,16 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
         case Tried.DIVISORS_OF_BATCH:
             return divisors(problem.global_batch_size)
         case Tried.COUNTS_OF_TOKEN_SLICES:
-            workload = problem.workload
             if not workload.can_cut_tokens:
                 return (1,)
             return tuple(count for count in NUMBERS_OF_TOKEN_SLICES if count <= workload.seq_length)
         case Tried.SHARES_OF_HEADS:
             return _shares_of_heads(problem)
         case Tried.SHARES_OF_EXPERTS:
-            most = gcd(*problem.workload.numbers_of_experts)
-            return tuple(size for size in divisors(problem.cluster.num_devices) if size == 1 or most % size == 0 < most)
+            number = 1 if workload.experts is None else workload.experts.number
+            return tuple(size for size in divisors(problem.cluster.num_devices) if number % size == 0)
         case values:
-            is_long = problem.workload.seq_length >= LONG_SEQUENCE
+            is_long = workload.seq_length >= LONG_SEQUENCE
             return values if values is None or not is_long else (*values, *dimension.tried_if_long)
 
 
