@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.presets import LLAMA, UNTIED, find_preset
 
 LAYOUT = ("gpus", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "seq")
@@ -31,7 +32,7 @@ def tables() -> dict[str, Any]:
     """Return the tables of `published_rows.toml`."""
     import tomllib
 
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return tomllib.loads(read_text(Path(__file__).with_suffix(".toml")))
 
 
 def is_row(document: object) -> TypeGuard[Mapping[str, Any]]:
