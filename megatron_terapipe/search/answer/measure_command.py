@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     workload = model_of(options)
     if workload.config is None:
         raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
-    if workload.numbers_of_experts:
+    if workload.experts is not None:
         raise ConfigError(f"{options.model} has experts, whose layers are not measured: rank it without --profile")
     if options.budget_s <= 0:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
