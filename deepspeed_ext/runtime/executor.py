@@ -148,8 +148,8 @@ class Executor:
             if not self.batch.training:
                 self._forget(op, last_stage=self._stages[-1])
             elif self._tallies.any:
-                is_last = op.micro_batch == self.batch.shape.num_micro_batches - 1
-                self._tallies.close(self._state(op).carried.values(), op.stage, is_last=is_last)
+                carried = self._state(op).carried.values()
+                self._tallies.close(carried, op.stage, self.batch.shape.num_micro_batches)
 
     def backward(self, step: Instruction) -> None:
         """Compute the gradients of a stage's inputs and weights for a token slice."""

@@ -119,12 +119,12 @@ class Tallies:
         self._whole_step, self._open = whole_step, {}
         self._step.zero_()
 
-    def close(self, carried: Iterable[Any], stage: int, *, is_last: bool) -> None:
+    def close(self, carried: Iterable[Any], stage: int, num_micro_batches: int) -> None:
         """Start the sums of a micro-batch after its last forward on a stage.
 
         Args:
             carried: values that the layers of the stage carry, in their order, with their counts.
-            is_last: whether it is the last micro-batch of the step.
+            num_micro_batches: those of the step, on this replica.
         """
         found = [each for each in carried if isinstance(each, Counts)]
         if not found:
@@ -136,8 +136,9 @@ class Tallies:
             for index, each in enumerate(found):
                 each.total = total, index
         elif self.reads == "step":
-            self._open.setdefault(stage, []).extend(found)
-            if is_last or not self._whole_step:
+            waiting = self._open.setdefault(stage, [])
+            waiting += found
+            if not self._whole_step or len(waiting) == len(found) * num_micro_batches:
                 total = _Sum([each.layer.counted_in_step.unsqueeze(0) for each in found], self._stage_groups)
                 # Each micro-batch has the same layers.
                 for index, each in enumerate(self._open.pop(stage)):

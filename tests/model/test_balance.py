@@ -96,7 +96,7 @@ def trained(model: ModelConfig, cut: tuple[int, ...], order: Order) -> tuple[Rou
             with torch.set_grad_enabled(not order.again):
                 output = forward()
             outputs.append(forward if order.again else partial(torch.Tensor.view_as, output, output))
-        tallies.close(state.carried.values(), 0, is_last=number == MICRO_BATCHES - 1)
+        tallies.close(state.carried.values(), 0, MICRO_BATCHES)
         live.append(outputs)
         if len(live) == order.ahead:
             backward()
