@@ -45,9 +45,11 @@ class Pairs:
     """Place of each choice among the pairs: the inverse order."""
     ends_E: Tensor
     """End of the pairs of each expert: int32, on the device."""
+    complete: bool
+    """Whether each pair has an expert of this rank; known without the values on the device."""
 
     @classmethod
-    def of(cls, chosen_TK: Tensor, num_experts: int) -> "Pairs":
+    def of(cls, chosen_TK: Tensor, num_experts: int, *, complete: bool = False) -> "Pairs":
         """Sort choices; those of an expert stay in the order of the tokens.
 
         Args:
@@ -59,7 +61,7 @@ class Pairs:
         # Not by `bincount`, for whose size the host would wait.
         numbers_E = torch.arange(num_experts, device=expert_R.device)
         ends_E = torch.searchsorted(expert_R, numbers_E, right=True, out_int32=True)
-        return cls(order_R, place_R.view_as(chosen_TK), ends_E)
+        return cls(order_R, place_R.view_as(chosen_TK), ends_E, complete)
 
     @property
     def counts_E(self) -> Tensor:
@@ -116,13 +118,18 @@ class Dispatched(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Experts that are all on this rank."""
+    """Experts that are all on this rank.
+
+    Args:
+        complete: whether all choices are computed; not if there is a capacity.
+    """
 
     num_experts: int
+    complete: bool
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
         """Give each expert its tokens."""
-        pairs = Pairs.of(chosen_TK, self.num_experts)
+        pairs = Pairs.of(chosen_TK, self.num_experts, complete=self.complete)
         return Dispatched(
             lambda: (permuted(x_Th, pairs), sorted_values(weights_TK, pairs), pairs),
             lambda y_Rh: lambda: unpermuted(y_Rh, pairs),
@@ -221,7 +228,7 @@ class AllToAll:
         counts_Pe = sizes.counts_Pe
         expert_Pe = torch.arange(counts_Pe.shape[1], device=counts_Pe.device).expand_as(counts_Pe)
         expert_R = expert_Pe.flatten().repeat_interleave(counts_Pe.flatten(), output_size=sum(sizes.received))
-        here = Pairs.of(expert_R.unsqueeze(1), counts_Pe.shape[1])
+        here = Pairs.of(expert_R.unsqueeze(1), counts_Pe.shape[1], complete=True)
 
         def start_back(y_Rh: Tensor) -> Pending:
             arriving, left = started(unpermuted(y_Rh, here), back, there), len(pairs.order_R) - num_sent

@@ -150,6 +150,9 @@ def grouped_product(x_Ri: Tensor, weight_Eoi: Tensor, pairs: Pairs) -> Tensor:
     """Return the product of each pair with the matrix of its expert: y_Ro; 0 for pairs of no expert."""
     if _has_grouped_products(weight_Eoi):
         y_Ro = F.grouped_mm(x_Ri, weight_Eoi.transpose(1, 2), offs=pairs.ends_E)
+        if pairs.complete:
+            return y_Ro
+        # The kernel does not write rows after the last expert's.
         beyond_R = torch.arange(len(x_Ri), device=x_Ri.device) >= pairs.ends_E[-1]
         return y_Ro.masked_fill_(beyond_R.unsqueeze(1), 0)
     y_Ro, end = x_Ri.new_empty(len(x_Ri), weight_Eoi.shape[1]), 0
@@ -170,7 +173,7 @@ def _weight_gradient(weight: Tensor, gradient_Ro: Tensor, x_Ri: Tensor, pairs: P
         (weight.grad if sums is None else sums.total).add_(of_weight)
         return None
     if sums is not None:
-        for of_expert, own in zip(sums.of_first_dimension(), pairs.of_experts(), strict=True):
+        for of_expert, own in zip(sums.of_first_dimension, pairs.of_experts(), strict=True):
             of_expert.add_product(gradient_Ro[own], x_Ri[own])
         return None
     total = torch.empty_like(weight) if is_first else weight.grad
@@ -265,7 +268,8 @@ class ExpertLayer(nn.Module):
         self.experts = Experts(model, block, ranks, expert_ranks)
         kind = AllGather if model.moe_token_dispatcher_type == "allgather" else AllToAll
         experts = block.num_experts
-        self.dispatch = Here(experts) if expert_ranks.size == 1 else kind(experts, expert_ranks)
+        here = Here(experts, model.moe_expert_capacity_factor is None)
+        self.dispatch = here if expert_ranks.size == 1 else kind(experts, expert_ranks)
         width = block.shared_ffn_hidden_size
         shared = replace(block, ffn_hidden_size=width, num_experts=0)
         self.shared = MLP(model, shared, ranks) if width else None

@@ -43,7 +43,7 @@ def test_one_kernel(num_tokens: int, hidden: int, width: int, pairs_of_rank: str
         chosen = torch.randint(0, 8 if pairs_of_rank == "all" else 10, (num_tokens, 2))
         chosen = chosen.where(chosen != 3, 4).clamp(max=8)
         tokens, weights = torch.randn(2 * num_tokens, hidden).bfloat16(), torch.rand(2 * num_tokens)
-    pairs = Pairs.of(chosen, 8)
+    pairs = Pairs.of(chosen, 8, complete=pairs_of_rank == "all")
     weights = weights * (chosen.flatten()[pairs.order_R] < 8)
     found = products(layer, tokens, weights, pairs)
     with patch.object(experts, "_has_grouped_products", lambda _: False):

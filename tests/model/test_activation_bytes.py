@@ -56,9 +56,9 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    def sorted_pairs(*arguments: Any) -> Pairs:
+    def sorted_pairs(*arguments: Any, **keywords: bool) -> Pairs:
         """Pairs, which functions of autograd keep as they are."""
-        pairs = sort(*arguments)
+        pairs = sort(*arguments, **keywords)
         keep(pairs.order_R), keep(pairs.place_TK), keep(pairs.ends_E)
         return pairs
 

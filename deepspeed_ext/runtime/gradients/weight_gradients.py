@@ -28,7 +28,7 @@ and the gradients of keys and values too. The `forward` of `nn.Linear` is replac
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -189,6 +189,7 @@ class AccumulatedGradient:
             for sums, part in zip(total.split(rows), left.split(rows), strict=True):
                 sums.add_((part @ inputs).to(sums.dtype))
 
+    @cached_property
     def of_first_dimension(self) -> "list[AccumulatedGradient]":
         """The sums of the matrices of a weight [matrices, ..., in], one by one."""
         return [AccumulatedGradient(total, self._dtype) for total in self.total]
