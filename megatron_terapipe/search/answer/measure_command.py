@@ -4,16 +4,17 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning import slots_of_hosts
 from megatron_terapipe.search.answer.flags import PRECISIONS, add_model_flags, model_of, whole_numbers
-
-if TYPE_CHECKING:
-    from megatron_terapipe.config.model import ModelConfig
-    from megatron_terapipe.search.measure.sizes import MeasuredSizes
-    from megatron_terapipe.search.price.profile import Profile, ProfiledLink
+from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
+from megatron_terapipe.search.measure.on_hosts import measure_hosts
+from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
+from megatron_terapipe.search.price.profile import Profile, ProfiledLink, sizes_measured_once, write_profile
+from megatron_terapipe.search.price.profile_times import message_line
 
 HELP = (
     "Measure the layers of a model as the trainer runs them (micro-batches, token slices, their prefixes, "
@@ -86,12 +87,6 @@ def run(options: argparse.Namespace) -> int:
         if options.hostfile is None:
             why_not = "it is not a whole number from 1: give one"
         raise ConfigError(f"--num-processes {options.num_processes}: {why_not}")
-    from megatron_terapipe.planning import slots_of_hosts
-    from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
-    from megatron_terapipe.search.measure.on_hosts import measure_hosts
-    from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
-    from megatron_terapipe.search.price.profile import Profile, write_profile
-
     slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
     ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
     tensor, token_slices, model = options.tensor_parallel_size, options.num_token_slices, workload.config
@@ -127,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> Iterator[str]:
+def plan(sizes: MeasuredSizes, slots: Sequence[int] | None, ranks: int) -> Iterator[str]:
     """Yield the planned measurements, their place and their duration, a line each.
 
     Args:
@@ -142,10 +137,8 @@ def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> I
     )
 
 
-def next_steps(profile: "Profile", model: str, path: str) -> Iterator[str]:
+def next_steps(profile: Profile, model: str, path: str) -> Iterator[str]:
     """Yield the file that was written, missing measurements, and the commands that read it."""
-    from megatron_terapipe.search.price.profile import sizes_measured_once
-
     yield f"wrote {path}"
     if profile.num_nodes == 1:
         yield "not measured: links between hosts, which stay those of the data sheet; --hostfile measures them"
@@ -163,10 +156,8 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
     return tuple(sorted(set(whole_numbers(text, wrong))))
 
 
-def summary(profile: "Profile") -> Iterator[str]:
+def summary(profile: Profile) -> Iterator[str]:
     """Yield a summary of the measurements, a line each."""
-    from megatron_terapipe.search.price.profile_times import message_line
-
     nodes = f"{profile.num_nodes} hosts of " if profile.num_nodes > 1 else ""
     yield f"{nodes}{profile.num_devices} x {profile.device}, {profile.precision}"
     for layer in profile.layers:
@@ -189,7 +180,7 @@ def summary(profile: "Profile") -> Iterator[str]:
         )
 
 
-def _sizes(num_processes: int, model: "ModelConfig") -> tuple[int, ...]:
+def _sizes(num_processes: int, model: ModelConfig) -> tuple[int, ...]:
     """Return the powers of two that are worth measuring and that divide the model."""
     counts = [model.num_attention_heads]
     counts += [number for block in model.blocks for number in (block.num_key_value_heads, block.ffn_hidden_size)]
@@ -197,7 +188,7 @@ def _sizes(num_processes: int, model: "ModelConfig") -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= max(num_processes, 1) and not any(count % size for count in counts))
 
 
-def link_in_words(link: "ProfiledLink") -> str:
+def link_in_words(link: ProfiledLink) -> str:
     """Return the words for the messages that were measured."""
     place = "inside a node" if link.where == "inside" else "between nodes"
     sharing = f", {link.flows} at a time" if link.flows > 1 else ""

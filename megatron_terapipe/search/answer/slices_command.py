@@ -4,13 +4,15 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.console import output_console
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import DEVICE
+from megatron_terapipe.search.answer.answer import question
+from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_cost_flags,
@@ -20,14 +22,14 @@ from megatron_terapipe.search.answer.flags import (
     read_one_strategy,
     whole_numbers,
 )
-from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
+from megatron_terapipe.search.answer.json_schema import Cut, TokenSlicesDocument
+from megatron_terapipe.search.answer.output_files import write_document
+from megatron_terapipe.search.learn.costs import costs_of
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.rank.rules import broken_rule
+from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem
+from megatron_terapipe.search.rank.token_slices import MOST_TOKENS, PricedCut, SolvedCut, solve_cut
 from megatron_terapipe.strategy import Strategy
-
-if TYPE_CHECKING:
-    from megatron_terapipe.search.answer.json_schema import TokenSlicesDocument
-    from megatron_terapipe.search.price.cost_model import Pricing
-    from megatron_terapipe.search.rank.space import SearchProblem
-    from megatron_terapipe.search.rank.token_slices import PricedCut, SolvedCut
 
 HELP = (
     "Find the number and the lengths of the token slices with which a strategy takes the shortest time. The "
@@ -70,12 +72,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Find the cut, print it with the curve over the number of token slices, and return 0."""
-    from deepspeed_ext.plan.errors import PlanError
-    from megatron_terapipe.search.answer.output_files import write_document
-    from megatron_terapipe.search.learn.costs import costs_of
-    from megatron_terapipe.search.rank.rules import broken_rule
-    from megatron_terapipe.search.rank.token_slices import MOST_TOKENS, solve_cut
-
     strategy = read_one_strategy(options.strategy)
     problem, notes = problem_of(options, strategy.num_sequences)
     reason = broken_rule(replace(strategy, num_token_slices=1, token_slices=None), problem)
@@ -109,16 +105,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def token_slices_document(
-    solved: "SolvedCut", strategy: Strategy, problem: "SearchProblem", *, flags: str, notes: tuple[str, ...]
-) -> "TokenSlicesDocument":
+    solved: SolvedCut, strategy: Strategy, problem: SearchProblem, *, flags: str, notes: tuple[str, ...]
+) -> TokenSlicesDocument:
     """Return the answer as a document; speed-ups are null if the sequence was not priced whole."""
-    from megatron_terapipe.search.answer.answer import question
-    from megatron_terapipe.search.answer.figures import speed_of
-    from megatron_terapipe.search.answer.json_schema import Cut, TokenSlicesDocument
-
     without_s = next((cut.iteration_time_s for cut in solved.alternatives if len(cut.token_slices) == 1), None)
 
-    def cut(found: "SolvedCut | PricedCut") -> Cut:
+    def cut(found: SolvedCut | PricedCut) -> Cut:
         time_s = found.iteration_time_s
         return Cut(
             **speed_of(problem, strategy, time_s).model_dump(),
@@ -150,7 +142,7 @@ def machine_flags(options: argparse.Namespace) -> str:
     return shlex.join(["--cluster", options.cluster, *profile])
 
 
-def _unlike_the_trainer(options: argparse.Namespace, problem: "SearchProblem") -> Iterator[str]:
+def _unlike_the_trainer(options: argparse.Namespace, problem: SearchProblem) -> Iterator[str]:
     """Yield how the trainer's own search for an optimised order would differ, a line each."""
     if options.device is not None and {node.device.name for node in problem.cluster.nodes} != {DEVICE}:
         yield f"the trainer takes the devices of a hostfile for {DEVICE}: give --cluster a file of nodes"
@@ -158,7 +150,7 @@ def _unlike_the_trainer(options: argparse.Namespace, problem: "SearchProblem") -
         yield "the trainer finds the order of the ops without trials: lengths are as given here"
 
 
-def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
+def _memory_notes(pricing: Pricing, strategy: Strategy, solved: SolvedCut) -> tuple[str, ...]:
     """Return a note if the best cut leaves no headroom in memory."""
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
     memory = pricing.memory(cut)
@@ -167,7 +159,7 @@ def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -
     return () if reason is None else (f"with these token slices: {reason}",)
 
 
-def print_cuts(document: "TokenSlicesDocument") -> None:
+def print_cuts(document: TokenSlicesDocument) -> None:
     """Print the curve, the flags of the best cut, and the notes."""
     import rich.box
     import rich.table

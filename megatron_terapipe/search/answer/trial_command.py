@@ -8,11 +8,12 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning import check_trainable
+from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_constraint_flags,
@@ -26,14 +27,21 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_strategies,
 )
-from megatron_terapipe.search.rank.space import all_choices
-
-if TYPE_CHECKING:
-    from megatron_terapipe.search.answer.json_schema import TrialDocument
-    from megatron_terapipe.search.answer.trial_runs import Journal, PendingTrial, TrialSettings
-    from megatron_terapipe.search.learn.costs import Costs
-    from megatron_terapipe.search.rank.space import SearchProblem
-    from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.search.answer.json_schema import TrialDocument
+from megatron_terapipe.search.answer.output_files import write_document
+from megatron_terapipe.search.answer.trial_runs import (
+    Journal,
+    PendingTrial,
+    TrialSettings,
+    default_trainer,
+    print_trials,
+    run_strategy,
+    trial_document,
+)
+from megatron_terapipe.search.learn.costs import Costs, costs_of
+from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+from megatron_terapipe.strategy import Strategy
 
 HELP = (
     "Run the best strategies of a search, or those of a file, for a few iterations each, with DeepSpeed's "
@@ -111,23 +119,12 @@ def run(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr) if options.json == STANDARD_OUTPUT else nullcontext():
         document = _run(options)
     if options.json is not None:
-        from megatron_terapipe.search.answer.output_files import write_document
-
         write_document(options.json, document)
     return 0 if any(entry.iteration_time_s is not None for entry in document.entries) else 1
 
 
-def _run(options: argparse.Namespace) -> "TrialDocument":
+def _run(options: argparse.Namespace) -> TrialDocument:
     """Run the missing trials, print them with their predictions, and return the answer."""
-    from megatron_terapipe.search.answer.trial_runs import (
-        Journal,
-        TrialSettings,
-        default_trainer,
-        print_trials,
-        trial_document,
-    )
-    from megatron_terapipe.search.learn.costs import costs_of
-
     problem, notes = problem_of(options, options.global_batch_size)
     if problem.workload.config is None:
         raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
@@ -165,11 +162,8 @@ def _run(options: argparse.Namespace) -> "TrialDocument":
     return document
 
 
-def _strategies(options: argparse.Namespace, problem: "SearchProblem", costs: "Costs") -> "list[Strategy]":
+def _strategies(options: argparse.Namespace, problem: SearchProblem, costs: Costs) -> list[Strategy]:
     """Return the strategies to run, the most promising first."""
-    from megatron_terapipe.planning import check_trainable
-    from megatron_terapipe.search.rank.search import search
-
     batch, num_devices = problem.global_batch_size, problem.cluster.num_devices
     if options.strategies:
         read = read_strategies(options.strategies)
@@ -197,12 +191,9 @@ def _strategies(options: argparse.Namespace, problem: "SearchProblem", costs: "C
 
 
 def _run_all(
-    pending: "Sequence[PendingTrial]", journal: "Journal", settings: "TrialSettings", costs: "Costs", *, rounds: int
+    pending: Sequence[PendingTrial], journal: Journal, settings: TrialSettings, costs: Costs, *, rounds: int
 ) -> None:
     """Run every strategy in its missing rounds, and record each run at once."""
-    from megatron_terapipe.search.answer.figures import strategy_text
-    from megatron_terapipe.search.answer.trial_runs import run_strategy
-
     pricing = costs.pricing_on(journal.problem.cluster)
     queue = [each for number in range(rounds) for each in pending if len(each.runs) <= number]
     started = perf_counter()
