@@ -53,7 +53,7 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> SensitivityPa
         moves = list(moves_of(model.efficiency))
         batches = StrategyBatches([model] * len(near), [entry.strategy for entry in near])
         ratio = simulated / batches.times(model.efficiency)
-        times = np.array([batches.times(constants) * ratio for _, _, constants in moves])
+        times = batches.times_with([constants for _, _, constants in moves]) * ratio
     else:
         moves = list(moves_of(ProfileFactors()))
         models = [with_constants(model, constants) for _, _, constants in moves]

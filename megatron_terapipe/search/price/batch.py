@@ -18,14 +18,14 @@ Two differences are deliberate, because fitted constants depend on them: a batch
 all of these, and of reductions under ops the first rank's.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, is_factor, moved, reachable_bandwidth
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
 from megatron_terapipe.search.price.links import BoundaryLinks, GroupTopology, LayerLinks, RankKind, sending_s
 from megatron_terapipe.search.price.roofline import Roofline
@@ -284,6 +284,24 @@ class StrategyBatch:
             rank_of_stage=_stacked(stages).astype(np.int64),
         )
 
+    def at(self, columns: NDArray[np.int64]) -> "StrategyBatch":
+        """Return the batch of some of its strategies, which may repeat."""
+        arrays = {
+            each.name: _at(getattr(self, each.name), columns)
+            for each in fields(self)
+            if each.name not in ("model", "strategy", "replicas", "numbers")
+        }
+        numbers = {name: values[columns] for name, values in self.numbers.items()}
+        replicas = tuple(
+            Replicas(
+                tuple(kind._replace(links=_at(kind.links, columns)) for kind in each.kinds),
+                _at(each.tensor, columns),
+                _at(each.links, columns),
+            )
+            for each in self.replicas
+        )
+        return replace(self, **arrays, numbers=numbers, replicas=replicas)
+
     def times(self, efficiency: HardwareEfficiency) -> Floats:
         """Return the seconds of one iteration of each strategy, in closed form: [n]."""
         each = [self._times_of(replicas, efficiency) for replicas in self.replicas]
@@ -409,40 +427,44 @@ class StrategyBatches:
             times[rows] = batch.times(efficiency)
         return times
 
+    def times_with(self, constants: Sequence[HardwareEfficiency]) -> Floats:
+        """[m, n] seconds with each of some constants: a batch is repeated, a column for each strategy and constants."""
+        times = np.empty((len(constants), self._count))
+        for batch, rows in self._batches:
+            most = max(MOST_COLUMNS // len(rows), 1)
+            for first in range(0, len(constants), most):
+                some = constants[first : first + most]
+                columns = np.tile(np.arange(len(rows)), len(some))
+                found = batch.at(columns).times(_joined(some, len(rows)))
+                times[first : first + most, rows] = found.reshape(len(some), -1)
+        return times
+
     def slopes(self, efficiency: HardwareEfficiency, names: Sequence[str]) -> Floats:
         """[n, p] change of the logarithms of times with the logarithm of each constant."""
-        slopes = np.zeros((self._count, len(names)))
-        factors = [column for column, name in enumerate(names) if is_factor(name)]
-        for batch, rows in self._batches:
-            at = np.log(batch.times(efficiency))
-
-            def steps(columns: Sequence[int], batch: StrategyBatch = batch, at: Floats = at) -> Floats:
-                moves = moved(efficiency, [names[column] for column in columns], STEP)
-                return np.log(batch.times(moves)) - at
-
-            found = {column: steps([column]) for column, name in enumerate(names) if not is_factor(name)}
-            found.update(_factor_slopes(steps, factors))
-            for column, step in found.items():
-                slopes[rows, column] = step / STEP
-        return slopes
+        logs = np.log(self.times_with([efficiency, *(moved(efficiency, [name], STEP) for name in names)]))
+        return np.asarray((logs[1:] - logs[0]).T / STEP)
 
 
-def _factor_slopes(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> dict[int, Floats]:
-    """Changes of log(time) with those factors that it depends on: few of many, so halves are tried that may hold none.
+MOST_COLUMNS = 4096  # columns of a batch that is repeated
 
-    Args:
-        steps: changes of log(time) if all of some factors grow.
-    """
-    if not columns:
-        return {}
-    # Times grow with every factor: if they do not with all of these, then with none.
-    together = steps(columns)
-    if not together.any():
-        return {}
-    if len(columns) == 1:
-        return {columns[0]: together}
-    middle = len(columns) // 2
-    return _factor_slopes(steps, columns[:middle]) | _factor_slopes(steps, columns[middle:])
+
+def _at(value: Any, columns: NDArray[np.int64]) -> Any:
+    """Return arrays of [..., n] at columns; tuples of them likewise, numbers as they are."""
+    if isinstance(value, tuple):
+        return type(value)(*(_at(each, columns) for each in value))
+    return value if np.ndim(value) == 0 else value[..., columns]
+
+
+def _joined(constants: Sequence[HardwareEfficiency], repeats: int) -> HardwareEfficiency:
+    """Return several sets of constants in one: arrays [m * repeats] where they differ, each value `repeats` times."""
+    first = constants[0]
+    found: dict[str, Any] = {}
+    for each in fields(first):
+        values = [getattr(one, each.name) for one in constants]
+        if any(value != values[0] for value in values):
+            columns = np.repeat(np.array(values), repeats, axis=0).T
+            found[each.name] = tuple(columns) if columns.ndim > 1 else columns
+    return replace(first, **found)
 
 
 def _columns(topologies: Sequence[GroupTopology]) -> GroupTopology:

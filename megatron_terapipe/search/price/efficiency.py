@@ -96,11 +96,6 @@ class Prior(Generic[Constants]):
         return replace(self, names=names, widths=self.widths[which], most=self.most[which])
 
 
-def is_factor(name: str) -> bool:
-    """Whether a constant is one of a row of factors."""
-    return name.endswith("]")
-
-
 def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
     """Return the constants with `logarithm` added to the logarithms of some."""
     return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})
@@ -116,19 +111,22 @@ NUM_REDUCTION_FACTORS = len(RANKS) * len(BYTES)
 """Number of factors."""
 
 
-def reduction_factor(factors: tuple[float, ...], num_bytes: ScalarOrArray, num_ranks: ScalarOrArray) -> ScalarOrArray:
+def reduction_factor(
+    factors: tuple[ScalarOrArray, ...], num_bytes: ScalarOrArray, num_ranks: ScalarOrArray
+) -> ScalarOrArray:
     """Return the factor of the seconds of a reduction; arguments broadcast.
 
     Args:
-        factors: [ranks x bytes] at `RANKS` and `BYTES`, the bytes running fastest.
+        factors: [ranks x bytes] at `RANKS` and `BYTES`, the bytes running fastest; numbers, or arrays of [n].
     """
-    if all(factor == 1.0 for factor in factors):
+    if all(isinstance(factor, float) and factor == 1.0 for factor in factors):
         return 1.0
-    logs = np.log(factors).reshape(len(RANKS), len(BYTES))
+    logs = np.log(np.array(factors)).reshape(len(RANKS), len(BYTES), -1)
     row, above_row = _place(num_ranks, RANKS)
     column, above_column = _place(num_bytes, BYTES)
-    lower = (1 - above_column) * logs[row, column] + above_column * logs[row, column + 1]
-    upper = (1 - above_column) * logs[row + 1, column] + above_column * logs[row + 1, column + 1]
+    each = np.arange(logs.shape[2]) if logs.shape[2] > 1 else 0
+    lower = (1 - above_column) * logs[row, column, each] + above_column * logs[row, column + 1, each]
+    upper = (1 - above_column) * logs[row + 1, column, each] + above_column * logs[row + 1, column + 1, each]
     return np.asarray(np.exp((1 - above_row) * lower + above_row * upper))
 
 

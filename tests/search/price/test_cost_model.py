@@ -13,9 +13,9 @@ from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
-from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
+from megatron_terapipe.search.price.batch import StrategyBatch, StrategyBatches, batch_key
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.stages import reductions
 from megatron_terapipe.search.price.workload import gpt_workload
@@ -162,6 +162,10 @@ def test_a_batch_is_priced_as_its_members(software: Software, schedule: str) -> 
     assert together == pytest.approx(alone, rel=0.1)
     single = [index for index, one in enumerate(members) if one.pipeline_parallel_size == 1]
     assert together[single] == pytest.approx([alone[index] for index in single], rel=1e-9)
+    batches = StrategyBatches([model] * len(members), members)
+    constants = [moved(efficiency, [name], 0.1) for name in Prior.of(efficiency).names]
+    one_by_one = np.array([batches.times(each) for each in constants])
+    assert batches.times_with(constants) == pytest.approx(one_by_one, rel=1e-12)
 
 
 def test_closed_forms_of_a_mixed_cluster_count_the_slowest_device_of_each_stage() -> None:
