@@ -15,7 +15,8 @@ groups the quantile is drawn to that of Student's t-distribution. Fewer than nin
 they may widen an interval beyond that of a normal distribution, and not narrow it.
 
 Memory: as with times, constants are fitted as logarithms around their defaults, with a loss that is robust against odd
-readings. A run out of memory is a lower bound of its peak: the memory of the device.
+readings. The memory of the device is a lower bound of the peak of a run out of memory, and an upper bound of that of a
+run without a recorded peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -173,27 +174,30 @@ MEMORY_LARGE = 1.5  # residual, in standard deviations, from which the loss grow
 
 
 class MemorySample:
-    """Trials with a peak of memory or out of it. Bytes are counted once, for any overheads."""
+    """Trials that bound their peak of memory, or have it. Bytes are counted once, for any overheads."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
-        self.trials = [one for one in trials if one.peak_memory_bytes is not None or one.out_of_memory]
+        self.trials = [one for one in trials if one.peak_memory_bytes or one.out_of_memory or one.least_time_s]
         counted = count_memory(self.trials)
         most = max((len(ranks) for ranks in counted), default=0)
         # Ranks that a trial does not have repeat its last one: the maximum over ranks stays.
         rows = [[*ranks, *[ranks[-1]] * (most - len(ranks))] for ranks in counted]
         self.counted = Counted(*np.moveaxis(np.array(rows, dtype=float).reshape(len(rows), most, 10), -1, 0))
         self.measured = np.array([one.peak_memory_bytes or np.nan for one in self.trials])
+        self.failed = np.array([bool(one.out_of_memory) for one in self.trials])
         self.capacity = np.array([device_memory_bytes(one) for one in self.trials])
 
     def __len__(self) -> int:
-        """Number of trials."""
-        return len(self.trials)
+        """Number of trials; 0 if they do not determine constants: no peak, and no bounds on both sides."""
+        peaks, bounds = ~np.isnan(self.measured), {*self.failed.tolist()}
+        return len(self.trials) if peaks.any() or len(bounds) == 2 else 0
 
     def errors(self, overheads: MemoryOverheads) -> Floats:
-        """[n] log(predicted / measured); where memory ran out, log(predicted / capacity) if that is below 0."""
+        """[n] log(predicted / measured); without a peak log(predicted / capacity) where it contradicts the run."""
         peaks = np.asarray(total_bytes(self.counted, overheads), dtype=np.float64).max(axis=1)
-        short = np.minimum(np.log(peaks / (self.capacity * overheads.usable_share)), 0.0)
-        errors: Floats = np.where(np.isnan(self.measured), short, np.log(peaks / self.measured))
+        over = np.log(peaks / (self.capacity * overheads.usable_share))
+        bounded = np.where(self.failed, np.minimum(over, 0.0), np.maximum(over, 0.0))
+        errors: Floats = np.where(np.isnan(self.measured), bounded, np.log(peaks / self.measured))
         return errors
 
 
@@ -215,11 +219,11 @@ def device_memory_bytes(trial: Trial) -> float:
 
 
 def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, float, int]:
-    """Fit memory overheads to trials of one cluster; trials without a peak that did not run out of memory are left out.
+    """Fit memory overheads to trials of one cluster.
 
     Returns:
-        The overheads, None if all trials are left out; the standard deviation of log(measured / predicted) over the
-        trials with a peak; and the number of trials.
+        The overheads, None if the trials do not determine them; the standard deviation of log(measured / predicted)
+        over the trials with a peak; and the number of trials.
     """
     sample = MemorySample(trials)
     if not len(sample):
@@ -255,7 +259,7 @@ class Calibration:
     """Standard deviation of log(measured / predicted) peaks."""
     num_trials: int = 0
     num_memory_trials: int = 0
-    """Trials with a peak, or that ran out of memory."""
+    """Trials that memory was fitted to."""
     notes: tuple[str, ...] = ()
     """Trials that were left out, a line for each reason."""
 

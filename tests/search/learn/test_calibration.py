@@ -126,13 +126,27 @@ def test_constants_of_another_cluster_are_found() -> None:
     assert (num_trials, residual_sd < 0.02) == (len(seen), True)
 
 
-def test_runs_out_of_memory_are_lower_bounds() -> None:
-    trials = [failed(trial) for trial in measured()[:6]]
+def test_runs_without_a_peak_are_bounds() -> None:
+    known = measured(memory_overheads=MemoryOverheads(framework_bytes=6e9, activation_factor=1.4))
+    most = float(np.median([one.peak_memory_bytes or 0 for one in known]))
+    small = replace(CLUSTER.nodes[0].device, memory_bytes=most)
+    cluster = Cluster(nodes=tuple(replace(node, device=small) for node in CLUSTER.nodes))
+    trials = [
+        replace(failed(one) if (one.peak_memory_bytes or 0) > most else one, cluster=cluster, peak_memory_bytes=None)
+        for one in known
+    ]
     sample = MemorySample(trials)
-    assert (sample.errors(MemoryOverheads()) <= 0).all()
-    # Nothing but a larger demand can explain them.
-    overheads, _, _ = fit_memory(trials)
-    assert overheads is not None and overheads.framework_bytes > MemoryOverheads().framework_bytes
+    ran = ~sample.failed
+    assert ran.sum() == len(sample) / 2
+    for overheads, wrong in ((MemoryOverheads(), sample.failed), (MemoryOverheads(framework_bytes=9e9), ran)):
+        errors = sample.errors(overheads)
+        assert (errors[sample.failed] <= 0).all() and (errors[ran] >= 0).all() and (errors[wrong] != 0).any()
+    fitted, _, num_trials = fit_memory(trials)
+    assert fitted is not None and num_trials == len(trials)
+    assert np.abs(sample.errors(fitted)).max() < 0.03 < 0.1 < np.abs(sample.errors(MemoryOverheads())).max()
+    # Bounds on one side leave the defaults.
+    for alike in (sample.failed, ran):
+        assert fit_memory([one for one, used in zip(trials, alike, strict=True) if used])[::2] == (None, 0)
 
 
 SPREAD = 0.05
