@@ -157,63 +157,87 @@ class RankOps:
     """[4, N, B, S, R, Q] seconds of all token slices."""
     before: Floats
     """[4, N, B, S, R, Q] of the first token slice on all stages before, at least."""
-    filling: Floats
-    """[4, B, S, R, Q] of all token slices but the last on the first stage, at least."""
+    filling_s: Floats
+    """[B, S, R, Q] forwards of all token slices but the last on the first stage, at least."""
     turning: Floats
     """[4, B, S, R, Q] of the last token slice on all stages, at least."""
     deferred: Floats
     """[N, B, S, R, Q] seconds of weight gradients that zero-bubble leaves for the end, at most."""
 
 
-def rank_ops(
-    grid: StrategyGrid, groups: RankGroups, of_kind: Sequence[Sequence[Floats]], counts: LayerCounts, op_s: float
-) -> RankOps:
+class KindTables(NamedTuple):
+    """Tables of the kinds of ranks side by side: [4, parts, kinds x K, B, S, R, Q]."""
+
+    by_device: list[Floats]
+    """More than one where the ranks of a stage are on several devices."""
+    least: Floats
+    """Least seconds of all devices: a bound must not count on the slower one of two."""
+    kind_of_rank: Whole
+    """[P] number of each pipeline rank's kind."""
+
+    @classmethod
+    def of(cls, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> "KindTables":
+        """Look up the tables of a grid."""
+        kind_of_rank = np.empty(grid.layout.pipeline_parallel_size, np.int64)
+        for number, kind in enumerate(groups.kinds):
+            kind_of_rank[kind.ranks] = number
+        by_device = [
+            np.concatenate(
+                [
+                    tables.table(grid, kind.devices[min(place, len(kind.devices) - 1)], kind.links)
+                    for kind in groups.kinds
+                ],
+                axis=2,
+            )
+            for place in range(max(len(kind.devices) for kind in groups.kinds))
+        ]
+        return cls(by_device, np.minimum.reduce(by_device), kind_of_rank)
+
+    def layers(self, counts: Floats, ranks: Whole) -> Floats:
+        """[n, kinds x K] layers in the columns of the kind of each rank, from [n, K]."""
+        out = np.zeros((len(counts), self.kind_of_rank.max() + 1, counts.shape[1]))
+        out[np.arange(len(counts)), self.kind_of_rank[ranks]] = counts
+        return out.reshape(len(counts), -1)
+
+    def slowest(self, layers: Floats) -> Floats:
+        """[parts, n, B, S, R, Q] seconds of all token slices, on the slowest device of each rank."""
+        return on_slowest_device([stage_ops(layers, table[WHOLE]) for table in self.by_device])
+
+
+def rank_ops(grid: StrategyGrid, tables: KindTables, counts: LayerCounts, op_s: float) -> RankOps:
     """Return the ops of the ranks of a stage partition, [parts, ranks, B, S, R, Q]."""
-    per_rank, ranks, num_stages = counts.per_rank, len(counts.parameters), len(counts.per_stage)
+    ranks, num_stages = len(counts.parameters), len(counts.per_stage)
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
-    row_of_rank = np.empty(ranks, np.int64)
-    whole, longest = [], []
-    multiplicity: list[int] = []
-    for kind, tables in zip(groups.kinds, of_kind, strict=True):
-        first_of, places = different_rows(per_rank[kind.ranks])
-        rows = per_rank[kind.ranks][first_of]
-        row_of_rank[kind.ranks] = places + len(multiplicity)
-        per_device = [stage_ops(rows, table[WHOLE]) for table in tables]
-        whole.append(on_slowest_device(per_device))
-        longest.append(np.maximum.reduce([stage_ops(rows, table[LONGEST])[WEIGHT_GRADIENT] for table in tables]))
-        multiplicity += np.bincount(places).tolist()
-    rows_whole = np.concatenate(whole, axis=1) + op_s * (num_stages // ranks) * token_slices
-    rank_of_row = np.zeros(len(multiplicity), np.int64)
+    of_rank = tables.layers(counts.per_rank, np.arange(ranks))
+    first_of, row_of_rank = different_rows(of_rank)
+    rows = of_rank[first_of]
+    rows_whole = tables.slowest(rows) + op_s * (num_stages // ranks) * token_slices
+    longest = np.maximum.reduce([stage_ops(rows, table[LONGEST, [WEIGHT_GRADIENT]])[0] for table in tables.by_device])
+    rank_of_row = np.zeros(len(rows), np.int64)
     rank_of_row[row_of_rank] = np.arange(ranks)  # the last one of each row stays
+    behind = rank_of_row.reshape(-1, 1, 1, 1, 1) + 1.0
+    some = np.minimum(behind % token_slices * (longest + op_s), rows_whole[WEIGHT_GRADIENT])
+    rank_of_stage = np.arange(num_stages) % ranks
+    of_stage = tables.layers(counts.per_stage, rank_of_stage)
     stages, followed = rank_of_row, rows_whole
     if num_stages > ranks:
-        last_tables = next(
-            tables for kind, tables in zip(groups.kinds, of_kind, strict=True) if ranks - 1 in kind.ranks
-        )
-        alone = [stage_ops(counts.per_stage[-1:], table[WHOLE]) for table in last_tables]
-        last_stage = on_slowest_device(alone) + op_s * token_slices
+        last_stage = tables.slowest(of_stage[-1:]) + op_s * token_slices
         stages, followed = np.append(stages, num_stages - 1), np.concatenate([followed, last_stage], axis=1)
-    behind = stages[: len(multiplicity)].reshape(-1, 1, 1, 1, 1) + 1.0
-    some = np.minimum(behind % token_slices * (np.concatenate(longest) + op_s), rows_whole[WEIGHT_GRADIENT])
-    deferred = behind // token_slices * rows_whole[WEIGHT_GRADIENT] + some
-    (first,) = (tables for kind, tables in zip(groups.kinds, of_kind, strict=True) if kind.ranks[0] == 0)
-    completing = np.maximum.reduce([stage_ops(counts.per_stage[:1], table[FIRST])[:, 0] for table in first])
-    filling = np.minimum.reduce([stage_ops(counts.per_stage[:1], table[WHOLE] - table[LAST])[:, 0] for table in first])
-    everything = np.array([num_stages])
+    passed = np.concatenate([np.zeros((1, of_stage.shape[1])), np.cumsum(of_stage, axis=0)])
+    completing = [stage_ops(of_stage[:1], table[FIRST])[:, 0] for table in tables.by_device]
+    filling = np.minimum.reduce([table[WHOLE, [FORWARD]] - table[LAST, [FORWARD]] for table in tables.by_device])
     return RankOps(
         whole=rows_whole,
-        multiplicity=np.array(multiplicity, dtype=float),
+        multiplicity=np.bincount(row_of_rank).astype(float),
         first=int(row_of_rank[0]),
         last=int(row_of_rank[-1]),
-        completing=np.asarray(completing) + op_s,
+        completing=np.maximum.reduce(completing) + op_s,
         stages=stages,
         followed=followed,
-        before=_passed(groups, [[table[FIRST] for table in tables] for tables in of_kind], counts, stages, op_s),
-        filling=filling + op_s * (token_slices - 1),
-        turning=_passed(groups, [[table[LAST] for table in tables] for tables in of_kind], counts, everything, op_s)[
-            :, 0
-        ],
-        deferred=deferred,
+        before=stage_ops(passed[stages], tables.least[FIRST]) + op_s * stages.reshape(-1, 1, 1, 1, 1),
+        filling_s=stage_ops(of_stage[:1], filling)[0, 0] + op_s * (token_slices - 1),
+        turning=stage_ops(passed[-1:], tables.least[LAST])[:, 0] + op_s * num_stages,
+        deferred=behind // token_slices * rows_whole[WEIGHT_GRADIENT] + some,
     )
 
 
@@ -222,20 +246,6 @@ def different_rows(rows: Floats) -> tuple[Whole, Whole]:
     numbers: dict[bytes, int] = {}
     places = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows], dtype=np.int64)
     return np.unique(places, return_index=True)[1], places
-
-
-def _passed(
-    groups: RankGroups, of_kind: Sequence[Sequence[Floats]], counts: LayerCounts, stages: Whole, op_s: float
-) -> Floats:
-    """[4, n, B, S, R, Q] seconds of one token slice on all stages before each of [n] stages, at least."""
-    rank_of_stage = np.arange(len(counts.per_stage)) % len(counts.parameters)
-    parts = []
-    for kind, tables in zip(groups.kinds, of_kind, strict=True):
-        own = np.where(np.isin(rank_of_stage, kind.ranks)[:, None], counts.per_stage, 0.0)
-        passed = np.concatenate([np.zeros((1, own.shape[1])), np.cumsum(own, axis=0)])[stages]
-        # A bound must not count on the slower one of two devices.
-        parts.append(np.minimum.reduce([stage_ops(passed, table) for table in tables]))
-    return np.asarray(sum(parts[1:], start=parts[0]) + op_s * stages.reshape(-1, 1, 1, 1, 1))
 
 
 class MessageTimes(NamedTuple):
@@ -252,10 +262,14 @@ class MessageTimes(NamedTuple):
 
 
 def message_times(
-    grid: StrategyGrid, groups: RankGroups, model: CostModel, counts: LayerCounts, splits: Splits
+    grid: StrategyGrid, groups: RankGroups, model: CostModel, elements: Sequence[tuple[float, float]], splits: Splits
 ) -> MessageTimes:
-    """Return the times of messages between stages, as `CostModel` gives them to the simulator."""
-    ranks, boundaries = grid.layout.pipeline_parallel_size, len(counts.last_layers)
+    """Return the times of messages between stages, as `CostModel` gives them to the simulator.
+
+    Args:
+        elements: numbers that cross each boundary: outputs of a sequence, and more with each token slice.
+    """
+    ranks, boundaries = grid.layout.pipeline_parallel_size, len(elements)
     shape = (len(grid.micro_batch), len(grid.token_slices), 1, len(grid.sequence_parallel))
     if ranks == 1 or not model.software.communication.overlaps_transfers:
         nothing = np.zeros(shape)
@@ -263,9 +277,7 @@ def message_times(
     efficiency, links = model.efficiency, groups.pipe.at(np.arange(boundaries) % ranks)
     reached = transfer_bandwidth(links, efficiency)
     latency_s = _column(links.latency_s + efficiency.transfer_s)
-    layers = [model.workload.layers[index] for index in counts.last_layers]
-    outputs = _column(np.array([layer.output_elements for layer in layers], dtype=float))
-    extra = _column(np.array([layer.extra_output_elements for layer in layers], dtype=float))
+    outputs, extra = map(_column, np.array(elements, dtype=float).T)
     sizes = np.array(grid.micro_batch, dtype=float).reshape(-1, 1, 1, 1)
     own = np.array([1 / grid.granularity(parallel) for parallel in grid.sequence_parallel])
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
@@ -276,8 +288,8 @@ def message_times(
         """[boundaries, B, S, 1, Q] seconds of the messages of a token slice."""
         share = np.array([[lengths[place] / sum(lengths) for lengths in each] for each in splits]).T[None, :, None]
         # The simulator has one size for all boundaries, and writes other sizes as other bandwidths.
-        elements = (outputs[0] * sizes * own * share + extra[0]) * whole / np.maximum(whole[0], 1.0)
-        return np.asarray(latency_s + model.element_bytes * elements / _column(reached))
+        numbers = (outputs[0] * sizes * own * share + extra[0]) * whole / np.maximum(whole[0], 1.0)
+        return np.asarray(latency_s + model.element_bytes * numbers / _column(reached))
 
     first = one_token_slice(0)
     arrives = np.concatenate([np.zeros((1, *first.shape[1:])), np.cumsum(first, axis=0)])
@@ -307,23 +319,28 @@ def grid_times(
     Args:
         pairs: [O, P] the pairs of a schedule and a partition that are priced.
     """
+    layers = [(layer.output_elements, layer.extra_output_elements) for layer in cost_model.workload.layers]
+    priced = []
+    for (model_chunks, place), found in counts.items():
+        if orders := [row for row, order in enumerate(grid.order) if order[1] == model_chunks and pairs[row, place]]:
+            elements = tuple(layers[index] for index in found.last_layers)
+            steps = [cost_model.step(found, groups, zero_stage) for zero_stage in grid.zero]
+            priced.append((place, found, elements, steps, orders))
 
     def of_replicas(alike: RankGroups) -> tuple[Floats, Floats]:
         """Price the grid with the devices and links of one kind of replica; all of them end the iteration together."""
         estimate = np.full(grid.shape, np.inf)
         bound = np.full(grid.shape, np.inf)
-        of_kind = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in alike.kinds]
-        for (model_chunks, place), found in counts.items():
-            orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and pairs[row, place]]
-            if not orders:
-                continue
-            ops = rank_ops(grid, alike, of_kind, found, cost_model.efficiency.op_s)
-            messages = message_times(grid, alike, cost_model, found, tables.splits(grid))
-            steps = [cost_model.step(found, groups, zero_stage) for zero_stage in grid.zero]
+        of_kinds = KindTables.of(grid, alike, tables)
+        sent: dict[tuple[tuple[float, float], ...], MessageTimes] = {}
+        for place, found, elements, steps, orders in priced:
+            ops = rank_ops(grid, of_kinds, found, cost_model.efficiency.op_s)
+            if elements not in sent:
+                sent[elements] = message_times(grid, alike, cost_model, elements, tables.splits(grid))
             for order in orders:
-                schedule = grid.order[order][0]
-                bound_s = _bound(schedule, model_chunks, grid, ops, messages)
-                estimate_s = np.maximum(_estimate(schedule, model_chunks, grid, ops, messages), bound_s)
+                schedule, model_chunks = grid.order[order]
+                bound_s = _bound(schedule, model_chunks, grid, ops, sent[elements])
+                estimate_s = np.maximum(_estimate(schedule, model_chunks, grid, ops, sent[elements]), bound_s)
                 covering = CoveringOps(
                     completing=ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
                     forward=ops.whole[FORWARD, ops.first],
@@ -385,7 +402,7 @@ def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, m
             num_ranks=grid.layout.pipeline_parallel_size,
             num_micro_batches=micro_batches,
             num_token_slices=num_token_slices,
-            filling_s=ops.filling[FORWARD],
+            filling_s=ops.filling_s,
             forward_s=ops.turning[FORWARD] + messages.last,
             backward_s=ops.turning[back] + messages.last,
             last=StageOps(*ops.whole[:, ops.last]),
