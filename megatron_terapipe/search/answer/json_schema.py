@@ -4,9 +4,7 @@ Programs read these documents. A key that goes away, or means something else, ma
 does not.
 """
 
-from dataclasses import fields
-from functools import partial
-from typing import Annotated, Any, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
@@ -15,18 +13,6 @@ from megatron_terapipe.search.price.prediction import OPTIONAL_PARTS, RankMemory
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
 from megatron_terapipe.strategy import strategy_schema
 
-
-def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[str, Any]:
-    """Return the JSON Schema of an object with the fields of a dataclass."""
-    hints = get_type_hints(kind)
-    properties = {each.name: TypeAdapter(hints[each.name]).json_schema() for each in fields(kind)}
-    properties |= {name: {"type": "number"} for name in more}
-    for name, text in {**texts, **more}.items():
-        properties[name]["description"] = text
-    required = [name for name in properties if name not in OPTIONAL_PARTS]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
 StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
@@ -34,26 +20,25 @@ Amount = Annotated[float, Field(ge=0, le=1e40)]
 """Seconds, bytes or a speed. Sums of those have no overflow."""
 
 
-def _whole(kind: type[Any], more: tuple[str, ...], amounts: dict[str, float]) -> dict[str, float]:
-    """Return an object that has all fields of a class, and more."""
-    names = (*(each.name for each in fields(kind)), *more)
-    if missing := [name for name in names if name not in amounts and name not in OPTIONAL_PARTS]:
-        raise ValueError(f"{missing[0]} is missing")
-    return amounts
+def _amounts_of(kind: type[Any], **more: str) -> tuple[AfterValidator, WithJsonSchema]:
+    """Return the annotations of an object that has all fields of a class, and `more`: names with descriptions."""
+    texts = {**field_texts(kind), **more}
+    required = [name for name in texts if name not in OPTIONAL_PARTS]
+    properties = {name: {"type": "number", "description": text} for name, text in texts.items()}
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+    def whole(amounts: dict[str, float]) -> dict[str, float]:
+        if missing := [name for name in required if name not in amounts]:
+            raise ValueError(f"{missing[0]} is missing")
+        return amounts
+
+    return AfterValidator(whole), WithJsonSchema(schema)
 
 
-BreakdownObject = Annotated[
-    dict[str, Amount],
-    AfterValidator(partial(_whole, TimeBreakdown, ())),
-    WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown))),
-]
+BreakdownObject = Annotated[dict[str, Amount], *_amounts_of(TimeBreakdown)]
 """Seconds of an iteration by their cause."""
 
-MemoryObject = Annotated[
-    dict[str, Amount],
-    AfterValidator(partial(_whole, RankMemory, ("total",))),
-    WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others")),
-]
+MemoryObject = Annotated[dict[str, Amount], *_amounts_of(RankMemory, total="sum of the others")]
 """Bytes of a pipeline rank by their use."""
 
 
@@ -73,9 +58,7 @@ class AlternativePart(Part):
     """Another strategy than the winner."""
 
     strategy: StrategyObject
-    """The strategy."""
     iteration_time_s: float
-    """Predicted seconds of one iteration."""
 
 
 class TooFullPart(AlternativePart):
@@ -113,7 +96,6 @@ class OtherWinnerPart(Part):
     """A constant of the cost model with which another strategy is better than the winner."""
 
     constant: str
-    """Name of the constant."""
     change: float
     """By how much it is moved, as a share of it."""
     strategy: StrategyObject | None
@@ -165,7 +147,6 @@ class RemedyPart(Part):
     """One change with which the model fits."""
 
     kind: RemedyKind
-    """Kind of change."""
     value: int | str
     """Devices, tokens or sequences; the dimension whose flag is dropped, empty = all of them."""
     strategy: StrategyObject
@@ -200,7 +181,6 @@ class RivalPart(Part):
     """Another trainer for the same model, priced by the same constants."""
 
     name: str
-    """Name of the method."""
     trainer: str
     """Trainer that implements it."""
     sequence_parallel_size: int
@@ -212,7 +192,6 @@ class RivalPart(Part):
     on_host: list[str]
     """Offloaded to the host: `checkpoints`, `optimizer`, `weights`."""
     iteration_time_s: float
-    """Predicted seconds of one iteration."""
     breakdown: dict[str, float]
     """These seconds by their cause."""
     time_ratio: float | None
@@ -220,9 +199,7 @@ class RivalPart(Part):
     mfu_causal: float | None
     """FLOPs of the model over the peak of the devices in use, counted as `mfu_causal` of entries is."""
     device_bytes: float
-    """Bytes of a device."""
     host_bytes: float
-    """Bytes of a host."""
     why_not: str | None
     """Why it does not fit; null = it fits."""
 
@@ -278,11 +255,8 @@ class ClusterPart(Part):
     """The cluster."""
 
     name: str
-    """Its name."""
     num_nodes: int
-    """Nodes."""
     num_devices: int
-    """Devices of all nodes."""
     devices: dict[str, int]
     """Number of devices of each kind."""
     nodes: list[dict[str, Any]]
@@ -293,7 +267,6 @@ class Speed(Part):
     """Published figures that follow from the time of one iteration."""
 
     iteration_time_s: float
-    """Predicted seconds of one iteration."""
     tokens_per_s: float
     """Tokens trained on in a second."""
     tokens_per_s_per_device: float
@@ -339,7 +312,6 @@ class Entry(Part):
     index: int
     """Place in the file of strategies from 0; in answers of `rank` always 0."""
     strategy: StrategyObject
-    """The strategy."""
     predicted: Predicted | None
     """Its cost; null where it cannot be priced."""
     feasible: bool
@@ -386,11 +358,8 @@ class Document(Part):
     """The question, and notes on the answer."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    """Version of this document."""
     model: ModelPart
-    """The model."""
     cluster: ClusterPart
-    """The cluster."""
     software: str
     """The trainer that is predicted."""
     precision: str
@@ -419,7 +388,6 @@ class RankDocument(Ranking):
     """Answer of `rank`."""
 
     command: Literal["rank"] = "rank"
-    """Command that wrote it."""
     advice: AdvicePart
     """Possible changes, and doubts; the notes have them in words."""
     search: SearchPart
@@ -434,14 +402,12 @@ class PredictDocument(Ranking):
     """Answer of `predict`."""
 
     command: Literal["predict"] = "predict"
-    """Command that wrote it."""
 
 
 class Cut(Speed):
     """Token slices of a sequence, and their speed-up."""
 
     num_token_slices: int
-    """Number of token slices."""
     token_slices: list[int]
     """Their lengths in tokens."""
     speedup: float | None
@@ -452,7 +418,6 @@ class TokenSlicesDocument(Document):
     """Answer of `slices`."""
 
     command: Literal["slices"] = "slices"
-    """Command that wrote it."""
     strategy: StrategyObject
     """The given strategy."""
     best: Cut
@@ -497,7 +462,6 @@ class TrialDocument(Document):
     """Answer of `trial`."""
 
     command: Literal["trial"] = "trial"
-    """Command that wrote it."""
     trials: str
     """File that has the trials, for `--calibrate`."""
     entries: list[TrialEntry]
