@@ -2,7 +2,8 @@
 
 Memory is the total that CUDA reports, within 1 %: less than in the name where error correction and the driver take
 their share. `half` and `single` are TFLOP/s of dense fp16 or bf16 products with fp32 sums, and of fp32
-without TF32, which PyTorch leaves off. Where a data sheet prints figures with sparsity, they are halved here. Sources:
+without TF32, which PyTorch leaves off. Where a data sheet prints figures with sparsity, they are halved here. All data
+sheets of devices with products in fp8 have twice the rate of half precision. Sources:
 
     P100       NVIDIA Tesla P100 data sheet (2016)
     V100       NVIDIA V100 data sheet (2020), www.nvidia.com/en-us/data-center/v100
@@ -63,6 +64,9 @@ GENERATIONS: Mapping[str, str] = MappingProxyType(
 )
 """Architecture of the devices of each row of the list above, which decides how well kernels run."""
 
+WITH_FP8 = ("ada", "hopper", "blackwell", "cdna3")
+"""Architectures with matrix products in fp8."""
+
 GENERATION_NAMES = tuple(dict.fromkeys(GENERATIONS.values()))
 """All architectures."""
 
@@ -85,8 +89,13 @@ class Device:
     generation: str = ""
     """Architecture, in `GENERATIONS`; empty = not known."""
 
+    def has_products(self, precision: str) -> bool:
+        """Whether it multiplies matrices in a precision."""
+        return precision != "fp8" or self.generation in WITH_FP8
+
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of matrix products in `fp16`, `bf16`, `fp32`, or `fp8`: twice those in half precision."""
+        """FLOP/s of matrix products in `fp16`, `bf16`, `fp32`, or `fp8` (`WITH_FP8`)."""
+        assert self.has_products(precision), f"{self.name} has no products in {precision}"
         return self.single_flops if precision == "fp32" else self.half_flops * (2 if precision == "fp8" else 1)
 
 

@@ -58,8 +58,7 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "context_parallel_size": row["cp"],
         "tensor_parallel_size": row["tp"],
         "pipeline_parallel_size": row["pp"],
-        # Ranks that share the experts: those that share one of them are among these.
-        "expert_parallel_size": row["ep"] * cut,
+        "expert_parallel_size": row["ep"],
         "expert_tensor_parallel_size": cut,
         "expert_dispatcher": dispatcher,
         "overlaps_expert_exchange": overlaps,

@@ -23,7 +23,7 @@ def naive_time_s(trial: Trial) -> float:
     flops = 0.0
     for layer in workload.layers:
         # Tables count full attention.
-        flops += layer.model_flops(causal=False) * (passes if layer.kind in ("block", "other") else 3)
+        flops += layer.model_flops(causal=False) * (passes if layer.is_block and layer.recomputed else 3)
     devices = [node.device for node in trial.cluster.nodes]
     peak = min(device.peak_flops(trial.precision) for device in devices)
     busy = strategy.num_sequences * flops / (strategy.world_size * UTILIZATION * peak)

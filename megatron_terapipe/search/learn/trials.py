@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
@@ -25,15 +26,18 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.published_rows import LeftOutError, is_row, trial_of_row
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import TrialCluster, is_flat, parse_cluster, read_flat
-from megatron_terapipe.search.machine.entries import Count, Entry, Text, fault, place, read_entry
+from megatron_terapipe.search.machine.documents import suggestion
+from megatron_terapipe.search.machine.entries import Count, Entry, OrText, Text, fault, place, read_entry
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import (
     DEEPSPEED,
     DEEPSPEED_EAGER,
     FSDP,
+    LIKE,
     LLM_FOUNDRY,
     MEGATRON_LM,
     SOFTWARE,
+    described_software,
 )
 from megatron_terapipe.search.price.workload import IMBALANCE, Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import GptEntry
@@ -186,12 +190,29 @@ class StrategyEntry(LooseEntry):
 
     schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
     num_micro_batches: Count | None = None
-    context_parallel_size: Count | None = None
-    expert_tensor_parallel_size: Count = 1
+    context_parallel_size: Annotated[
+        Count | None, Field(description="Ranks of a ring that share the tokens, in place of sequence_parallel_size.")
+    ] = None
+    expert_tensor_parallel_size: Annotated[
+        Count, Field(description="Ranks that share each expert; expert_parallel_size does not count them.")
+    ] = 1
     expert_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     overlaps_expert_exchange: bool = False
+    recompute_num_layers: Annotated[
+        Count | None, Field(description='Transformer layers of each stage that recompute "full" runs again.')
+    ] = None
     layers_per_stage_counting_embedding_and_head: list[int] | None = None
 
+
+def _trainer(value: object) -> object:
+    """Read the name of a trainer as a description without differences."""
+    if isinstance(value, str) and value not in SOFTWARE:
+        raise ValueError(f"is not known: {suggestion(value, SOFTWARE)}")
+    return {LIKE: value} if isinstance(value, str) else value
+
+
+Trainer = Annotated[dict[str, Any], BeforeValidator(_trainer), OrText(f"One of {', '.join(SOFTWARE)}.")]
+"""A name, or an object as files of `--software` have it."""
 
 Seconds = Annotated[float, Field(gt=0)]
 Measured = Annotated[Seconds | None, BeforeValidator(lambda value: None if value == inf else value)]
@@ -219,7 +240,7 @@ class TrialEntry(LooseEntry):
     model: dict[str, Any]
     cluster: dict[str, Any]
     strategy: StrategyEntry
-    software: Literal[tuple(SOFTWARE)] | None = None  # type: ignore[valid-type]
+    software: Trainer | None = None
     precision: Literal["fp16", "bf16", "fp32", "fp8"] | None = None
     forced_balance: bool = False
     measured: MeasuredEntry
@@ -292,6 +313,15 @@ class _Reader:
         if ends:
             whole = replace(model, first_dealt=0, end_dealt=len(model.layers))
             workload = self._once("model with ends", key, lambda: whole)
+        if (first := entry.strategy.recompute_num_layers) is not None:
+            if strategy.recompute != "full":
+                at = place(where, "strategy", "recompute_num_layers")
+                raise fault(at, first, f"goes with recompute full, not {strategy.recompute}", "leave it out")
+            num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+            partition = workload.partition(strategy.stage_partition, num_stages)
+            some = recomputing_some(workload, partition, first)
+            of_some = {**key, " ": [ends, first, partition.bounds]}
+            workload = self._once("model that recomputes some", of_some, lambda: some)
         if strategy.world_size > cluster.num_devices:
             raise ConfigError(
                 f"{where}: strategy has {strategy.world_size} ranks (data_parallel_size x "
@@ -299,7 +329,13 @@ class _Reader:
                 "cluster.num_devices: make them agree"
             )
         group = entry.group or f"{json.dumps(values, sort_keys=True)} {cluster.name} {strategy.global_batch_size}"
+        of_run = {LIKE: None, **(entry.software or {}), "": [entry.source, entry.strategy.model_dump()]}
+        software = self._once("software", of_run, lambda: _software(entry, where))
         is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
+        precision = entry.precision or ("bf16" if is_bf16 else "fp16")
+        software.state(precision, strategy.zero_stage)
+        if lacking := [node.device.name for node in cluster.nodes if not node.device.has_products(precision)]:
+            raise fault(place(where, "precision"), precision, f"is not in the products of a {lacking[0]}", "give bf16")
         measured, peak_gb = entry.measured, entry.measured.peak_memory_gb
         rounded = None if peak_gb is None else peak_gb * GIBIBYTE
         known = {each.name for each in fields(Strategy)}
@@ -316,8 +352,8 @@ class _Reader:
             workload=workload,
             cluster=cluster,
             strategy=strategy,
-            software=_software(entry),
-            precision=entry.precision or ("bf16" if is_bf16 else "fp16"),
+            software=software,
+            precision=precision,
             activation_limit=_schedule(entry.strategy)[1],
             iteration_time_s=measured.iteration_time_s,
             longer_than_s=measured.longer_than_s,
@@ -337,15 +373,33 @@ messages in a profile of Qwen3-30B-A3B (github.com/NVIDIA-NeMo/Megatron-Bridge,
 skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
 
-def _software(entry: TrialEntry) -> Software:
-    software, strategy = SOFTWARE[published_software(entry.source, entry.software or "")], entry.strategy
+def _software(entry: TrialEntry, where: str) -> Software:
+    given, strategy = entry.software or {}, entry.strategy
+    like = given.get(LIKE) or ""
+    software = described_software({**given, LIKE: published_software(entry.source, like)}, where, "software")
     communication = replace(
         software.communication,
+        ring=software.communication.ring or (strategy.context_parallel_size or 1) > 1,
         cuts_experts=strategy.expert_tensor_parallel_size > 1,
         sends_once=strategy.expert_dispatcher != "alltoall",
         hidden_exchange=HIDDEN_EXCHANGE if strategy.overlaps_expert_exchange else 0.0,
     )
     return replace(software, communication=communication)
+
+
+def recomputing_some(workload: Workload, partition: StagePartition, number: int) -> Workload:
+    """Return the model of which recompute "full" runs the first transformer layers of each stage again, and no other.
+
+    Megatron's `--recompute-method block`.
+    """
+    kept = {
+        key: replace(layer, recomputed=False) for key, layer in {id(each): each for each in workload.layers}.items()
+    }
+    layers = list(workload.layers)
+    for stage in workload.stages(partition):
+        for index in [each for each in stage if layers[each].is_block][number:]:
+            layers[index] = kept[id(layers[index])]
+    return replace(workload, layers=tuple(layers))
 
 
 def _cluster(document: dict[str, Any], where: str) -> Cluster:
@@ -374,7 +428,13 @@ def _strategy(entry: StrategyEntry, workload: Workload, where: str) -> tuple[Str
     names = {each.name for each in fields(Strategy)}
     given = {name: value for name, value in (entry.model_extra or {}).items() if name in names}
     # Both share the tokens; how other ranks see keys and values is a fact of the trainer (`Communication.ring`).
-    given |= {"sequence_parallel_size": entry.context_parallel_size} if entry.context_parallel_size else {}
+    if (ring := entry.context_parallel_size) is not None:
+        if given.get("sequence_parallel_size", ring) != ring:
+            problem = f"contradicts sequence_parallel_size {given['sequence_parallel_size']}"
+            raise fault(place(where, "strategy", "context_parallel_size"), ring, problem, "give one of the two")
+        given["sequence_parallel_size"] = ring
+    if entry.expert_tensor_parallel_size > 1:
+        given["expert_parallel_size"] = given.get("expert_parallel_size", 1) * entry.expert_tensor_parallel_size
     strategy = Strategy.from_json({**DEFAULTS, **given, "schedule": _schedule(entry)[0]})
     changes: dict[str, Any] = {}
     if entry.num_micro_batches is not None:

@@ -5,9 +5,11 @@ trainers.py     others, all of them by name, and descriptions in files of users
 """
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -214,6 +216,13 @@ class StateBytes:
         each: float = getattr(self, name)
         return each / data_parallel_size if name in self.divided else each
 
+    def keeping(self, gradient_bytes: int) -> "StateBytes":
+        """Return the bytes with gradients of this size, and a copy in fp32 of those that a rank steps."""
+        if gradient_bytes == ELEMENT_BYTES["fp32"]:
+            return replace(self, gradients=gradient_bytes)
+        divided = {*self.divided, "step"} if "optimizer" in self.divided else self.divided
+        return replace(self, gradients=gradient_bytes, step=max(self.step, 4.0), divided=tuple(sorted(divided)))
+
 
 ONLY_OURS: tuple[tuple[str, tuple[int | str, ...]], ...] = (
     ("sequence_parallel_size", (1,)),
@@ -266,4 +275,26 @@ class Software:
 
     def state(self, precision: str, zero_stage: int) -> StateBytes:
         """Return the bytes of weights, gradients and optimizer state."""
-        return next(each for each in self.states if (each.precision, each.zero_stage) == (precision, zero_stage))
+        for each in self.states:
+            if (each.precision, each.zero_stage) == (precision, zero_stage):
+                return each
+        raise ConfigError(
+            f"{self.name} has no states in {precision} at zero_stage {zero_stage}: choose one of "
+            + ", ".join(f"{each.precision} at {each.zero_stage}" for each in self.states)
+        )
+
+    def keeping_gradients(self, precision: str) -> "Software":
+        """Return the trainer with gradients that add up and travel in a precision where layers compute in half.
+
+        The step casts its part of them to fp32.
+        """
+        size = ELEMENT_BYTES[precision]
+        products, messages = self.products, replace(self.communication, reduction_bytes=size)
+        bytes_of_sums = products.accumulation_bytes * size / ELEMENT_BYTES["fp32"]
+        states = tuple(each if each.precision == "fp32" else each.keeping(size) for each in self.states)
+        return replace(
+            self,
+            states=states,
+            communication=messages,
+            products=replace(products, accumulation_bytes=bytes_of_sums),
+        )

@@ -318,6 +318,9 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
 LIKE = "like"
 """Field of a file: the name of the description that it changes."""
 
+GRADIENTS = "gradients"
+"""Field of a file: the precision in which gradients add up and are reduced, of which `states` and others follow."""
+
 
 def find_software(name: str) -> Software:
     """Return a description by its name, or from a JSON or YAML file.
@@ -332,19 +335,32 @@ def find_software(name: str) -> Software:
     document = read_document(name)
     if not isinstance(document, dict):
         raise ConfigError(f"{name} is not an object: write one with the field {LIKE} and the differences")
-    like = document.pop(LIKE, None)
+    return described_software({"name": Path(name).stem, **document}, name)
+
+
+def described_software(document: Mapping[str, Any], file: str, *path: str) -> Software:
+    """Return the trainer of an object at a place of a file."""
+    differences = dict(document)
+    like, gradients = differences.pop(LIKE, None), differences.pop(GRADIENTS, None)
     if not isinstance(like, str) or like not in SOFTWARE:
-        raise fault(place(name, LIKE), like, "is not a known trainer", suggestion(str(like), SOFTWARE))
-    changed = _changed({**asdict(SOFTWARE[like]), "name": Path(name).stem}, document, name)
+        raise fault(place(file, *path, LIKE), like, "is not a known trainer", suggestion(str(like), SOFTWARE))
+    software = SOFTWARE[like]
+    if gradients is not None:
+        if gradients not in ("bf16", "fp16", "fp32"):
+            raise fault(place(file, *path, GRADIENTS), gradients, "is not known", "choose among bf16, fp16, fp32")
+        software = software.keeping_gradients(gradients)
+    if not differences:
+        return software
+    changed = _changed(asdict(software), differences, file, *path)
     try:
         software = TypeAdapter(Software).validate_python(changed)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        at = place(name, *first["loc"])
+        at = place(file, *path, *first["loc"])
         raise ConfigError(f"{at} {short(first['input'])} is wrong ({first['msg']}): correct it") from None
     hidden = software.communication.tensor_parallel_overlap
     if hidden > 1:
-        at = place(name, "communication", "tensor_parallel_overlap")
+        at = place(file, *path, "communication", "tensor_parallel_overlap")
         raise fault(at, hidden, "is not a share up to 1", "give one")
     return software
 

@@ -151,8 +151,9 @@ class LayerMemory:
         )
 
     def keys_and_values(self, attention: Attention) -> ScalarOrArray:
-        """Keys and values."""
-        heads = key_heads(attention, self.size * self.sequence_parallel_size)
+        """Keys and values: for all heads where ranks pass them on, else copies of those that several ranks need."""
+        ring = self.software.communication.ring
+        heads = key_heads(attention, self.size * (1.0 if ring else self.sequence_parallel_size))
         return 2 * self.element_bytes * heads * attention.head_size / self.size
 
     def keys_of_window(self) -> ScalarOrArray:
@@ -173,7 +174,8 @@ class LayerMemory:
         if attention is not None:
             query = element * attention.query_heads * attention.head_size / size
             # After a head exchange the output of attention exists twice: in parts of heads and in parts of tokens.
-            exchanged = query * np.greater(self.sequence_parallel_size, 1)
+            if not self.software.communication.ring:
+                exchanged = query * np.greater(self.sequence_parallel_size, 1)
             key_value = self.keys_and_values(attention)
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             normed_heads = element * attention.normed_channels / size
@@ -212,7 +214,7 @@ class LayerMemory:
         widest = np.maximum(np.maximum(2 * mlp_width, query + key_value), self.routed(working=True))
         gradients = 2 * hidden + widest + (0.0 if flash else 0.8 * scores)
         kept, again = everything, 0.0 * size
-        if recompute == "full":
+        if recompute == "full" and layer.recomputed:
             kept = hidden + 0.0 * size
             again = everything - kept
         elif recompute == "selective" and self.software.selective_recomputes == "attention":

@@ -254,9 +254,17 @@ GENERATIONS: Mapping[str, KernelEfficiency] = MappingProxyType({
     "cdna2":     KernelEfficiency(products=0.70, area=3.2e5, memory=0.80, processors=110),
     "cdna3":     KernelEfficiency(products=0.54, area=9.0e5, memory=0.79, processors=304),
 })
-# fmt: on
 """Every generation of GPUs in `devices.GENERATION_NAMES`. Others, and CPUs, are priced by the constants as they
 are."""
+
+IN_FP8: Mapping[str, KernelEfficiency] = MappingProxyType({
+    "ada":       KernelEfficiency(products=0.85, depth=1.0, area=10.0, memory=1.0, processors=1),
+    "hopper":    KernelEfficiency(products=0.80, depth=1.6, area=15.0, memory=1.0, processors=1),
+    "blackwell": KernelEfficiency(products=0.91, depth=5.2, area=12.0, memory=1.0, processors=1),
+})
+# fmt: on
+"""Products in fp8 with one scale a tensor, relative to those in half precision, from the same tables
+(`python -m benchmarks.kernel_efficiency`). A generation without a table has the same share of its peak in both."""
 
 GAMING_PRODUCTS = 0.85
 """Share of large products on boards for games. The entries of their generations are of boards with a low power limit
@@ -268,16 +276,17 @@ GAMING_BOARDS = frozenset({"RTX-2080", "RTX-2080-Ti", "Titan-RTX", "RTX-4090"})
 AS_AN_A100 = KernelEfficiency(products=1.0, depth=1.0, area=1.0, memory=1.0, processors=1)
 
 
-def relative_efficiency(device: Device) -> KernelEfficiency:
+def relative_efficiency(device: Device, precision: str = "bf16") -> KernelEfficiency:
     """Return the efficiency of kernels on a device relative to an A100; 1 if its generation is unknown."""
     one, reference = GENERATIONS.get(device.generation), GENERATIONS[REFERENCE]
     if one is None:
         return AS_AN_A100
     products = GAMING_PRODUCTS if device.name in GAMING_BOARDS else one.products
+    of_type = IN_FP8.get(device.generation, AS_AN_A100) if precision == "fp8" else AS_AN_A100
     return KernelEfficiency(
-        products=products / reference.products,
-        depth=one.depth / reference.depth,
-        area=one.area / reference.area,
+        products=products / reference.products * of_type.products,
+        depth=one.depth / reference.depth * of_type.depth,
+        area=one.area / reference.area * of_type.area,
         memory=one.memory / reference.memory,
         processors=1,
     )

@@ -60,6 +60,15 @@ class LayerQuery(OpSizes):
     device: Device
 
     @property
+    def again(self) -> str:
+        """Part of the layer that its backward runs again, by the names of `Strategy.recompute`.
+
+        Embedding, last norm and head are recomputed only with their whole stage.
+        """
+        whole = self.recompute != "full" or self.layer.recomputed
+        return self.recompute if self.recompute == "stage" or (whole and self.layer.is_block) else "none"
+
+    @property
     def sequences(self) -> ScalarOrArray:
         """Sequences [...] that are as much work as one rank's part of the micro-batch.
 

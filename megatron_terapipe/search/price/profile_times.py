@@ -246,9 +246,9 @@ class MeasuredProfile:
             mine = tensor == each
             times = self._on(layer, float(each), size[mine], begin[mine], stop[mine])
             forward[mine], of_input[mine], of_weight[mine] = times
-            if layer.kind == "block" and query.recompute == "full":
+            if query.again == "full":
                 of_input[mine] += times[0]
-            elif layer.kind == "block" and query.recompute == "selective":
+            elif query.again == "selective":
                 of_input[mine] += self._selective(layer, float(each), size[mine], begin[mine], stop[mine], times[0])
         return LayerTimes(forward[()], of_input[()], of_weight[()])
 

@@ -204,6 +204,11 @@ BACKWARD_MOVES = 1.5
 """Bytes that the backward of attention moves outside of its products, relative to the forward: it reads gradients and
 the inputs of the forward, and writes gradients, where the forward reads and writes once."""
 
+CAST_BYTES = 4
+"""Bytes that a number moves on its way into products in fp8: read in half precision (2), written by rows and by columns
+(1 + 1), of which one is for the product of the weight's gradient (docs.nvidia.com/deeplearning/transformer-engine,
+`nvte_cast_transpose`)."""
+
 CORE_TILES = 1 / 108
 """A CPU core computes one tile after the other, where an A100 has a wave of 108 at once, one for each multiprocessor
 (NVIDIA A100 Tensor Core GPU Architecture, table 4): so much less is unfilled at the end, and the
@@ -256,6 +261,9 @@ class Roofline:
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
         layer, device, tp, rows = query.layer, query.device, query.tensor_parallel_size, query.rows
+        if self.precision == "fp8" and layer.kind == "head":
+            # Transformer Engine's recipes leave logits in half precision.
+            return replace(self, precision="bf16")(query)
         # The host launches the same kernels however small they are.
         parts = [self._product(product, device, tp, rows) for product in layer.products]
         of_shared_experts = (
@@ -283,12 +291,10 @@ class Roofline:
         whole = _Part(*(sum(each) for each in zip(*parts, strict=True)))
         again: ScalarOrArray = 0.0 * whole.forward
         kernels_again: ScalarOrArray = 0.0
-        # Megatron recomputes transformer layers; embedding, last norm and head stay as they are.
-        if layer.kind in ("block", "other"):
-            if query.recompute == "full":
-                again, kernels_again = whole.forward, whole.forward_kernels
-            elif query.recompute == "selective":
-                again, kernels_again = whole.selective, whole.selective_kernels
+        if query.again == "full":
+            again, kernels_again = whole.forward, whole.forward_kernels
+        elif query.again == "selective":
+            again, kernels_again = whole.selective, whole.selective_kernels
         launch = self.launch_s(device)
         return LayerTimes(
             whole.forward,
@@ -307,10 +313,14 @@ class Roofline:
     def _moving_s(self, device: Device, num_bytes: ScalarOrArray) -> ScalarOrArray:
         return num_bytes / (reachable_bandwidth(device) * self.efficiency.memory_efficiency)
 
+    def _cast_s(self, device: Device, numbers: ScalarOrArray) -> ScalarOrArray:
+        """Seconds in which numbers become operands in fp8; 0 in other precisions."""
+        return self._moving_s(device, (self.precision == "fp8") * CAST_BYTES * numbers)
+
     def _products_reach(self, device: Device) -> float:
         """FLOP/s of the peak, less where products reach less of it than on an A100."""
         peak = device.peak_flops(self.precision)
-        return peak if self.precision == "fp32" else peak * relative_efficiency(device).products
+        return peak if self.precision == "fp32" else peak * relative_efficiency(device, self.precision).products
 
     def product_s(
         self,
@@ -329,7 +339,7 @@ class Roofline:
         if not device.is_gpu:
             depth, area = depth * CORE_TILES, area * CORE_TILES
         elif self.precision != "fp32":
-            relative = relative_efficiency(device)
+            relative = relative_efficiency(device, self.precision)
             depth, area = depth * relative.depth, area * relative.area
         reached = self._products_reach(device) * self.efficiency.gemm_efficiency
         computing = 2 * (inputs + depth) * (rows * outputs + area) / reached
@@ -341,7 +351,9 @@ class Roofline:
         forward = self.product_s(device, rows, inputs, outputs)
         input_gradient = self.product_s(device, rows, outputs, inputs)
         weight_gradient = self.product_s(device, inputs, rows, outputs)
-        kernels = self.software.products
+        kernels, casts = self.software.products, self.precision == "fp8"
+        forward = forward + self._cast_s(device, rows * inputs)
+        input_gradient = input_gradient + self._cast_s(device, rows * outputs)
         if kernels.accumulates_in_place:
             read = self._element_bytes * rows * (inputs + outputs)
             moving = self._moving_s(device, read + kernels.accumulation_bytes * inputs * outputs)
@@ -352,8 +364,8 @@ class Roofline:
             forward,
             input_gradient,
             weight_gradient,
-            forward_kernels=kernels.forward_kernels,
-            input_kernels=kernels.backward_kernels / 2,
+            forward_kernels=kernels.forward_kernels + casts,
+            input_kernels=kernels.backward_kernels / 2 + casts,
             weight_kernels=kernels.backward_kernels / 2,
         )
 
@@ -394,8 +406,8 @@ class Roofline:
         if not kernels.accumulates_in_place:
             adding = kernels.accumulation_bytes
         return _Part(
-            self.product_s(device, filled, inputs, outputs, matrices),
-            self.product_s(device, filled, outputs, inputs, matrices),
+            self.product_s(device, filled, inputs, outputs, matrices) + self._cast_s(device, rows * inputs),
+            self.product_s(device, filled, outputs, inputs, matrices) + self._cast_s(device, rows * outputs),
             self.product_s(device, matrices * inputs, rows / matrices, outputs, matrices)
             + self._moving_s(device, adding * weights),
             forward_kernels=launches * kernels.forward_kernels,

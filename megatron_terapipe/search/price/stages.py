@@ -194,7 +194,7 @@ class LayerPrices:
         """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it."""
         efficiency, communication = self.efficiency, self.communication
         kernels = self.op_times(query)
-        again = _whole_forward_again(query)
+        again = query.again in ("full", "stage")
         reduced = self.element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
         one = reduce_scatter_s(*reduced) + all_gather_s(*reduced) if query.sequence_parallel else all_reduce_s(*reduced)
         one = (1 - communication.tensor_parallel_overlap) * one
@@ -311,13 +311,6 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | 
         slowest = np.where(seconds > most, ops, slowest)
         most = np.maximum(seconds, most)
     return slowest
-
-
-def _whole_forward_again(query: LayerQuery) -> bool:
-    """Whether the backward of a layer runs its whole forward again, with its messages."""
-    if query.recompute == "stage":
-        return True
-    return query.recompute == "full" and query.layer.kind in ("block", "other")
 
 
 def _ops_of_recomputed_stage(layer: Layer, kernels: LayerTimes) -> LayerTimes:

@@ -171,6 +171,8 @@ class Layer:
     """Name of the weight that another layer also uses (tied embedding); None = no shared weight."""
     shared_parameters: int = 0
     """Entries of that weight, which are among `parameters`."""
+    recomputed: bool = True
+    """Whether recompute "full" runs it again; else it does so for other layers only."""
     extra_output_elements: int = 0
     """Numbers in its output once per micro-batch, whatever its size (an attention mask)."""
 
@@ -186,6 +188,11 @@ class Layer:
         experts = self.experts
         routed = 0 if experts is None else self.hidden_size * experts.number + experts.chosen * experts.weights
         return 2 * (sum(product.weights for product in self.products) + routed)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is one of the layers that are recomputed: not the embedding, the last norm or the head."""
+        return self.kind in ("block", "other")
 
     @property
     def has_mlp(self) -> bool:

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,11 @@ import pytest
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.trials import Trial, published_software, read_trials
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.memory import Counted, MemoryModel
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.step import step_traffic
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"
@@ -95,6 +101,105 @@ def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
     assert [trial.precision for trial in trials] == ["fp16", "bf16"]
 
 
+TOKENS, HIDDEN, LAYERS = 512, 256, 8
+OF_LAYERS = LAYERS * TOKENS * HIDDEN
+
+
+def on_h100(changes: dict[str, Any], **values: Any) -> dict[str, Any]:
+    cluster = {**LINE["cluster"], "device": "H100-SXM5-80GB"}
+    strategy = {"micro_batch_size": 1, "num_micro_batches": 1, **changes}
+    return changed(software="megatron-core", precision="bf16", cluster=cluster, strategy=strategy) | values
+
+
+def time_s(trial: Trial) -> float:
+    model = CostModel(trial.workload, trial.cluster, software=trial.software, precision=trial.precision)
+    return model.predict_time(trial.strategy).iteration_time_s
+
+
+def counted(trial: Trial) -> Counted:
+    model = MemoryModel(
+        workload=trial.workload, cluster=trial.cluster, software=trial.software, precision=trial.precision
+    )
+    return model.count(trial.strategy)[0]
+
+
+def product_s(trial: Trial) -> float:
+    roofline = Roofline(HardwareEfficiency(), trial.software, trial.precision)
+    return float(roofline.product_s(trial.cluster.nodes[0].device, 1e5, 1e5, 1e5))
+
+
+@pytest.mark.parametrize(
+    ("document", "others", "measured", "expected"),
+    [
+        # A ring passes keys on, and no output of attention exists twice.
+        (
+            on_h100({"context_parallel_size": 2}, software="megatron-lm"),
+            [on_h100({"sequence_parallel_size": 2}, software="megatron-lm")],
+            lambda one, other: (one.strategy, counted(other).activations - counted(one).activations),
+            lambda one, other: (other.strategy, OF_LAYERS),
+        ),
+        # Four ranks share the experts, two of them each expert.
+        (
+            on_h100({"data_parallel_size": 4, "expert_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+            [],
+            lambda one: (one.strategy.expert_parallel_size, one.software.communication.cuts_experts),
+            lambda one: (4, True),
+        ),
+        # Twice the peak of half precision, of which 0.8 times the share is reached.
+        (
+            on_h100({}, precision="fp8"),
+            [on_h100({})],
+            lambda one, other: (product_s(other) / product_s(one), time_s(one) != time_s(other)),
+            lambda one, other: (pytest.approx(2 * 0.8, rel=0.01), True),
+        ),
+        # Gradients of 2 bytes in place of 4, and one of 4 for each of the parameters that the rank steps.
+        (
+            on_h100(
+                {"data_parallel_size": 2, "zero_stage": 1}, software={"like": "megatron-core", "gradients": "bf16"}
+            ),
+            [on_h100({"data_parallel_size": 2, "zero_stage": 1})],
+            lambda one, other: (counted(other).gradients - counted(one).gradients, counted(one).step),
+            lambda one, other: (pytest.approx(2 * one.workload.parameters), pytest.approx(2 * one.workload.parameters)),
+        ),
+        # And fewer bytes of reductions than in fp32.
+        (
+            on_h100({"data_parallel_size": 8}, software={"like": "megatron-core", "gradients": "fp32"}),
+            [on_h100({"data_parallel_size": 8}, software={"like": "megatron-core", "gradients": "bf16"})],
+            lambda one, other: [step_traffic(each.software, "bf16", 0).reduced_bytes for each in (one, other)],
+            lambda one, other: [4, 2],
+        ),
+        # Two of eight layers run again.
+        (
+            on_h100({"recompute": "full", "recompute_num_layers": 2}),
+            [on_h100({"recompute": "none"}), on_h100({"recompute": "full"})],
+            lambda one, none, full: (time_s(one) - time_s(none), counted(none).activations - counted(one).activations),
+            lambda one, none, full: (
+                pytest.approx(2 / LAYERS * (time_s(full) - time_s(none))),
+                pytest.approx(2 / LAYERS * (counted(none).activations - counted(full).activations)),
+            ),
+        ),
+    ],
+    ids=["context parallel", "expert tensor parallel", "fp8", "gradients", "reductions", "some layers recomputed"],
+)
+def test_a_value_is_priced(
+    tmp_path: Path,
+    document: dict[str, Any],
+    others: list[dict[str, Any]],
+    measured: Callable[..., Any],
+    expected: Callable[..., Any],
+) -> None:
+    trials = read(tmp_path, document, *others)
+    assert measured(*trials) == expected(*trials)
+    assert not trials[0].ignored
+
+
+def test_only_the_first_layers_of_each_stage_are_recomputed(tmp_path: Path) -> None:
+    strategy = {"pipeline_parallel_size": 2, "recompute": "full", "recompute_num_layers": 3}
+    (trial,) = read(tmp_path, changed(strategy=strategy))
+    blocks = [layer.recomputed for layer in trial.workload.layers if layer.is_block]
+    assert blocks == [True, True, True, False] * 2
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -114,6 +219,17 @@ def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
         (changed("measured", out_of_memory=1), "measured.out_of_memory 1 is not true or false"),
         (changed(software="megatron"), 'software "megatron" is not known: did you mean megatron-lm?'),
         (changed(precision="int8"), 'precision "int8" is not known'),
+        (changed(precision="fp8", software="megatron-core"), 'precision "fp8" is not in the products of a A100-SXM4'),
+        (changed(precision="fp8"), "megatron-lm has no states in fp8 at zero_stage 0: choose one of fp32 at 0"),
+        (changed(software={"like": "megatron"}), 'software.like "megatron" is not a known trainer: did you mean'),
+        (changed(software={"gradients": "int8"}), 'software.gradients "int8" is not known: choose among bf16'),
+        (changed(software={"products": {"kernels": 1}}), "software.products.kernels is not known: did you mean forward_kernels"),
+        (changed(software=3), "software 3 is not an object"),
+        (
+            changed("strategy", context_parallel_size=2, sequence_parallel_size=4),
+            "contradicts sequence_parallel_size 4",
+        ),
+        (changed("strategy", recompute_num_layers=2), "recompute_num_layers 2 goes with recompute full, not none"),
         ([1], "is not an object"),
     ],
 )
