@@ -4,8 +4,8 @@
     pip install --target SITE pyarrow && PYTHONPATH=$PWD:SITE python -m benchmarks.kernel_efficiency DIR
 
 The tables (Apache-2.0, NVIDIA; measured with TensorRT-LLM, vLLM and SGLang) are of inference. Taken are products in
-bf16 without quantisation, and attention of whole prompts: no window, nothing in the cache before it. Rows above the
-peak of the data sheet are refused, and counted. Fitted are these forms, to the logarithm of the time:
+bf16 without quantisation and in fp8, and attention of whole prompts: no window, nothing in the cache before it. Rows
+above the peak of the data sheet are refused, and counted. Fitted are these forms, to the logarithm of the time:
 
     a product    2 (K + depth) (R N + area) / (peak x share)
     attention    4 (pairs + fixed x rows) heads x head size / (peak x share) x (1 + waves x processors / tiles)
@@ -18,6 +18,7 @@ Attention is the forward with heads of 128: inference has no backward.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from scipy.optimize import least_squares
 from benchmarks.measuring.command import Parser
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.library import device
-from megatron_terapipe.search.price.efficiency import GENERATIONS
+from megatron_terapipe.search.price.efficiency import GENERATIONS, IN_FP8
 from megatron_terapipe.search.price.roofline import TILE
 
 Floats = NDArray[np.float64]
@@ -69,22 +70,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the package is unpacked")
     systems = parser.parse_args(argv).directory / "aiconfigurator_core" / "systems" / "data"
-    products: dict[str, list[Floats]] = defaultdict(list)
+    products: dict[tuple[str, str], list[Floats]] = defaultdict(list)
     memory: dict[str, list[float]] = defaultdict(list)
     attention: dict[tuple[str, str], list[Floats]] = defaultdict(list)
     print("products       device           share  depth      area  error   rows refused   memory   table")
     for system, name in SYSTEMS.items():
         one = device(name)
         for path, rows in _tables(systems / system / "gemm", "gemm_perf.parquet"):
-            table = _product_columns(rows)
-            fit, reading = _fit_products(one, *table), _memory_share(one, *table)
-            products[one.generation].append(fit.constants)
-            memory[one.generation].append(reading)
-            share, depth, area = fit.constants
-            print(
-                f"{one.generation:<14} {name:<16} {share:.3f} {depth:6.0f} {area:9.2g}  {fit.error:.3f} {fit.rows:6} "
-                f"{fit.refused:7}   {reading:6.3f}   {path}"
-            )
+            for dtype, precision in (("bfloat16", "bf16"), ("fp8", "fp8")):
+                table = _product_columns(rows, dtype)
+                if not len(table[0]):
+                    continue
+                fit = _fit_products(replace(one, half_flops=one.peak_flops(precision)), *table)
+                reading = _memory_share(one, *table) if precision == "bf16" else float("nan")
+                products[one.generation, precision].append(fit.constants)
+                if precision == "bf16":
+                    memory[one.generation].append(reading)
+                share, depth, area = fit.constants
+                print(
+                    f"{one.generation:<14} {name:<16} {share:.3f} {depth:6.0f} {area:9.2g}  {fit.error:.3f} "
+                    f"{fit.rows:6} {fit.refused:7}   {reading:6.3f}   {path} {precision}"
+                )
     print("\nattention      device           share  fixed  waves  error   rows refused   kernel and table")
     for system, name in SYSTEMS.items():
         one = device(name)
@@ -98,7 +104,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{fit.rows:6} {fit.refused:7}   {kernel} {path}"
                 )
     print("\ngeneration     share  depth      area  memory   as committed")
-    for generation, fits in products.items():
+    for (generation, precision), fits in products.items():
+        if precision == "fp8":
+            # Each table relative to that of its framework in bf16; depths near 0 have no geometric mean.
+            share, depth, area = np.median(np.array(fits) / np.array(products[generation, "bf16"]), axis=0)
+            print(f"{generation:<8} fp8/bf16 {share:.3f} {depth:6.1f} {area:9.2g}           {IN_FP8[generation]}")
+            continue
         share, depth, area = np.exp(np.log(fits).mean(axis=0))
         reading = float(np.exp(np.log(memory[generation]).mean()))
         print(f"{generation:<14} {share:.3f} {depth:6.0f} {area:9.2g}   {reading:.3f}   {GENERATIONS[generation]}")
@@ -112,14 +123,14 @@ def _tables(folder: Path, name: str) -> Iterator[tuple[str, list[dict[str, Any]]
         yield str(path.parent.relative_to(folder)), parquet.read_table(path).to_pylist()
 
 
-def _product_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Rows, outputs, inputs and seconds of products in bf16."""
+def _product_columns(rows: Sequence[Mapping[str, Any]], dtype: str) -> tuple[Floats, Floats, Floats, Floats]:
+    """Rows, outputs, inputs and seconds of products; with `fp8`, those with one scale a tensor."""
     taken = [
         (row["m"], row["n"], row["k"], row["latency"] * 1e-3)
         for row in rows
-        if row["gemm_dtype"] == "bfloat16" and "PLUGIN" not in row["kernel_source"]
+        if row["gemm_dtype"] == dtype and "PLUGIN" not in row["kernel_source"]
     ]
-    return tuple(np.array(taken, float).T)  # type: ignore[return-value]
+    return tuple(np.array(taken, float).reshape(-1, 4).T)  # type: ignore[return-value]
 
 
 def _fit_products(one: Device, rows: Floats, outputs: Floats, inputs: Floats, seconds: Floats) -> Fit:

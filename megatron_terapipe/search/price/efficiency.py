@@ -258,9 +258,9 @@ GENERATIONS: Mapping[str, KernelEfficiency] = MappingProxyType({
 are."""
 
 IN_FP8: Mapping[str, KernelEfficiency] = MappingProxyType({
-    "ada":       KernelEfficiency(products=0.85, depth=1.0, area=10.0, memory=1.0, processors=1),
-    "hopper":    KernelEfficiency(products=0.80, depth=1.6, area=15.0, memory=1.0, processors=1),
-    "blackwell": KernelEfficiency(products=0.91, depth=5.2, area=12.0, memory=1.0, processors=1),
+    "ada":       KernelEfficiency(products=0.86, depth=1.0, area=9.9, memory=1.0, processors=1),
+    "hopper":    KernelEfficiency(products=0.79, depth=1.3, area=16.0, memory=1.0, processors=1),
+    "blackwell": KernelEfficiency(products=0.95, depth=6.1, area=16.0, memory=1.0, processors=1),
 })
 # fmt: on
 """Products in fp8 with one scale a tensor, relative to those in half precision, from the same tables
