@@ -20,6 +20,7 @@ def entries_of(problem: SearchProblem, entries: Iterable[Ranked]) -> list[Entry]
         Entry(
             rank=each.rank,
             index=each.index,
+            variants=each.variants,
             strategy=each.strategy.to_json(),
             predicted=None if each.prediction is None else predicted_part(problem, each.strategy, each.prediction),
             feasible=each.feasible,

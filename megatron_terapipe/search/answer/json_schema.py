@@ -311,6 +311,9 @@ class Entry(Part):
     """Place in the ranking from 1; strategies that cannot run come last."""
     index: int
     """Place in the file of strategies from 0; in answers of `rank` always 0."""
+    variants: int | None
+    """Strategies of the same parallel layout that can run, by their closed form, of which this is the best; null = all
+    strategies are listed."""
     strategy: StrategyObject
     predicted: Predicted | None
     """Its cost; null where it cannot be priced."""
@@ -338,7 +341,7 @@ class SearchPart(Part):
     simulated: int
     """Strategies that were priced on their schedule."""
     proven: bool
-    """Whether no other strategy can be faster than the winner, under this model."""
+    """Whether no other strategy can be more than 1 % faster than the winner, under this model."""
     could_save: float
     """Share of the winner's time that a strategy that was not simulated could save at most."""
 

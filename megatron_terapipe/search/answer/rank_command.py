@@ -81,7 +81,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
     )
-    group.add_argument("--top", type=int, default=10, metavar="K", help="strategies to list (default: 10)")
+    group.add_argument("--top", type=int, default=10, metavar="K", help="rows to list (default: 10)")
+    group.add_argument(
+        "--all-variants", action="store_true", help="list all strategies, not only the best of each parallel layout"
+    )
     group.add_argument(
         "--effort", type=float, default=1.0, metavar="X", help="amount of simulation; 1 takes seconds (default: 1)"
     )
@@ -141,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
             costs.pricing_on,
             top=max(options.top, LEAST_TOP),
             effort=options.effort,
-            other_layouts=True,
+            all_variants=options.all_variants,
             progress=progress,
         )
         result = replace(result, entries=result.entries[: options.top])
@@ -194,7 +197,7 @@ def how_sure(result: SearchResult) -> list[str]:
         return []
     counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"
     if result.proven:
-        return [f"{counted}: none of the others can be faster under this model"]
+        return [f"{counted}: none of the others can be more than 1 % faster under this model"]
     return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; use more --effort"]
 
 
@@ -331,7 +334,7 @@ def write_proposals(
     path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback
 ) -> str:
     """Choose trials, and write them a line each, as `trial --strategies` reads them; return a note for the answer."""
-    found = search(problem, choices, costs.pricing_on, top=CANDIDATES, progress=progress)
+    found = search(problem, choices, costs.pricing_on, top=CANDIDATES, all_variants=True, progress=progress)
     candidates = [entry.strategy for entry in found.entries]
     model = costs.pricing_on(problem.cluster).cost_model
     chosen = propose_strategies(model, candidates, costs.calibration, NUM_TRIALS)

@@ -29,6 +29,7 @@ DROPPED_FIRST = tuple(
         [
             (5, "bubble"),
             (5, "causal MFU"),
+            (6, "variants"),
             (7, "interval"),
             *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
         ]
@@ -97,7 +98,7 @@ def cells(entry: Entry, seq_length: int) -> dict[str, str]:
             "bubble": f"{prediction.bubble_ratio:.1%}",
             "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory_per_rank else "",
         }
-    return row | {"why not": entry.reason or ""}
+    return row | {"variants": f"{entry.variants:,}" if entry.variants else "", "why not": entry.reason or ""}
 
 
 def rows_of(entries: Sequence[Entry], seq_length: int) -> tuple[list[str], list[list[str]]]:

@@ -200,8 +200,30 @@ class CostModel:
             bubble_ratio=max(bubble, 0.0),
             breakdown=breakdown,
             memory=(),
+            network_s=float(np.max(self._network_s(placed, step, micro_batches, (reducing, exchanging, routing)))),
             notes=(*simulated.notes, *self._notes_of_experts(placed.strategy)),
         )
+
+    def _network_s(
+        self, placed: PlacedStrategy, step: StepCosts, micro_batches: int, collectives: tuple[Floats, ...]
+    ) -> Floats:
+        """Return the seconds of all messages of an iteration that cross nodes, hidden or not: [P].
+
+        Args:
+            collectives: seconds [P] of tensor-, sequence- and expert-parallel ranks in a micro-batch.
+        """
+        layout, groups = placed.strategy.layout, placed.groups
+        sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
+        found = np.where(np.greater(groups.data.num_nodes, 1), step.gradient_reduction + step.weight_gather, 0.0)
+        for size, name, seconds in zip(sizes, ("tensor", "sequence", "expert"), collectives, strict=True):
+            if size > 1:
+                found = found + micro_batches * seconds * np.greater(getattr(groups, name).num_nodes, 1)
+        if layout.pipeline_parallel_size > 1:
+            num_bytes, links = self.messages(placed)
+            sending = 2 * num_bytes / transfer_bandwidth(links, self.efficiency) * links.crosses_nodes
+            ranks = np.arange(len(sending)) % layout.pipeline_parallel_size
+            found = found + micro_batches * np.bincount(ranks, sending.sum(axis=1), layout.pipeline_parallel_size)
+        return np.asarray(found)
 
     def _notes_of_experts(self, strategy: Strategy) -> Iterator[str]:
         """Yield the assumption about expert-parallel ranks, and a warning if experts have few tokens."""

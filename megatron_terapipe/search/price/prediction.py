@@ -79,6 +79,8 @@ class Prediction:
     """Idle time / (pipeline ranks x makespan)."""
     breakdown: TimeBreakdown
     memory: tuple[RankMemory, ...]
+    network_s: float = 0.0
+    """Seconds of all messages between nodes on the pipeline rank with most of them, hidden or not: its traffic."""
     interval_s: tuple[float, float] | None = None
     """Shortest and longest that `interval_coverage` of iterations take; None = no interval is known."""
     interval_coverage: float = 0.9

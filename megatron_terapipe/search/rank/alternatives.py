@@ -43,7 +43,7 @@ def with_found_order(
             found.append(priced(strategy, pricing, problem.memory_headroom))
         except (ConfigError, PlanError):
             continue  # no layers for so many stages, or no order within the memory
-    best = min(filter(None, found), key=lambda entry: entry.sort_key, default=None)
+    best = min(filter(None, found), key=lambda entry: entry.sort_key(0.0), default=None)
     if best is None or best.iteration_time_s > (1 - WORTH_FINDING) * winner.iteration_time_s:
         return None
     return best

@@ -86,20 +86,16 @@ class GridMemory:
         self._working = working
         """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
 
-    def fits(
-        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], headroom: float = 0.0
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which strategies may fit the devices, and which with headroom: two of [grid]; False = surely not."""
-        fits, roomy = np.zeros(self._grid.shape, dtype=bool), np.zeros(self._grid.shape, dtype=bool)
-        for place, total, limit in self._totals(groups, counts, only_possible=True):
-            fits[place] = np.all(total <= limit, axis=0)
-            roomy[place] = np.all(total <= limit * (1 - headroom), axis=0)
-        return fits, roomy
+    def fullness(
+        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], *, only_possible: bool = False
+    ) -> Floats:
+        """Return a lower bound of the fullest device of each strategy, as a share of its memory: [grid].
 
-    def fullness(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> Floats:
-        """Return a lower bound of the fullest device of each strategy, as a share of its memory: [grid]."""
+        Args:
+            only_possible: strategies with too large states have infinity.
+        """
         shares = np.full(self._grid.shape, np.inf)
-        for place, total, limit in self._totals(groups, counts):
+        for place, total, limit in self._totals(groups, counts, only_possible=only_possible):
             shares[place] = np.max(total / limit, axis=0)
         return shares
 

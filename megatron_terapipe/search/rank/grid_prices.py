@@ -1,6 +1,6 @@
 """Closed-form prices of a space: an estimate and a lower bound in seconds of every strategy that may fit."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.search.price.links import RankGroups
-from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts
+from megatron_terapipe.search.price.stages import LayerCounter
 from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.rank.grid_times import OpTables, grid_times
 from megatron_terapipe.search.rank.rules import SAME_STAGES, LegalGrid, SearchCounts, layouts, legal_grids
@@ -57,8 +57,8 @@ class PricedGrid:
     """Bounds of stages by model chunks and place on the axis `partition`."""
     places: NDArray[np.int64]
     """[n] flat index in the grid of each strategy that may fit the devices."""
-    roomy: Flags
-    """[n] whether it may leave the headroom free; the others cannot win."""
+    fullness: Floats
+    """[n] share of the fullest device that it takes at least; those that leave no headroom free cannot win."""
     estimate: Floats
     """[n] seconds in closed form."""
     bound: Floats
@@ -106,6 +106,7 @@ def price_space(
         fine = keeps_digits(found.grid, problem.precision)
         counts.reject(COARSE_SUMS, int((roomy & ~fine).sum()))
         counts.reject(NEEDS_NO_HOSTS, int((roomy & fine & ~helped).sum()))
+        counts.variants[found.grid.layout] += int((roomy & fine & helped).sum())
         counts.priced += int(different.sum())
 
 
@@ -154,37 +155,31 @@ def _price(
         [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
     ]
     legal = found.legal & grid.along(("order", "partition"), own)
-    fits, roomy = (legal & each for each in memory.fits(groups, counts, problem.memory_headroom))
+    fullness = memory.fullness(groups, counts, only_possible=True)
+    fits, roomy = legal & (fullness <= 1), legal & (fullness <= 1 - problem.memory_headroom)
     if not fits.any():
         return None, np.stack([legal, fits, roomy, fits])
-    helped = _helped(grid, memory, groups, counts, problem.memory_headroom)
+    helped = _helped(grid, fullness <= EASILY * (1 - problem.memory_headroom))
     estimate, bound = grid_times(grid, groups, cost_model, tables, counts, pairs=_pairs(fits))
     places = np.flatnonzero(fits & helped & keeps_digits(grid, problem.precision))
-    of_places = roomy.ravel()[places], estimate.ravel()[places], bound.ravel()[places]
+    of_places = fullness.ravel()[places], estimate.ravel()[places], bound.ravel()[places]
     priced = PricedGrid(grid, order, partitions, places, *of_places) if len(places) else None
     return priced, np.stack([legal, fits, roomy, helped])
 
 
-def _helped(
-    grid: StrategyGrid,
-    memory: GridMemory,
-    groups: RankGroups,
-    counts: Mapping[tuple[int, int], LayerCounts],
-    headroom: float,
-) -> Flags:
+def _helped(grid: StrategyGrid, easily: Flags) -> Flags:
     """[grid] which strategies need their host copies: without them the same strategy has not easily room.
 
     Copies take no time off any op. Where flags only allow offload, there is no plain strategy to compare with.
+
+    Args:
+        easily: [grid] which strategies have.
     """
     helped = np.ones(grid.shape, dtype=bool)
     without = {mode: place for place, (mode, offload) in enumerate(grid.recompute) if not offload}
-    pairs = [
-        (place, without[mode]) for place, (mode, offload) in enumerate(grid.recompute) if offload and mode in without
-    ]
-    if pairs:
-        _, easily = memory.fits(groups, counts, 1 - EASILY * (1 - headroom))
-        for place, plain in pairs:
-            helped[:, :, :, :, place] = ~easily[:, :, :, :, plain]
+    for place, (mode, offload) in enumerate(grid.recompute):
+        if offload and mode in without:
+            helped[:, :, :, :, place] = ~easily[:, :, :, :, without[mode]]
     return helped
 
 

@@ -1,9 +1,11 @@
 """Strategies with their price and their place in a ranking."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log1p
 from typing import Any
+
+import numpy as np
 
 from deepspeed_ext.plan.errors import PlanError
 from megatron_terapipe.errors import ConfigError
@@ -49,13 +51,37 @@ class Ranked:
         """Seconds of an iteration of a strategy that could be priced."""
         return self.price.iteration_time_s
 
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        """Key that sorts the feasible first, then by time, peak memory and simplicity."""
+    variants: int | None = None
+    """Strategies of its layout that can run, by their closed form; None = each has a row of its own."""
+
+    def sort_key(self, fastest_s: float) -> tuple[Any, ...]:
+        """Key that sorts the feasible first, then by time in steps of `NEARLY_AS_FAST`, memory, traffic and simplicity.
+
+        Args:
+            fastest_s: seconds of the fastest, from which steps are counted; 0 = times are compared exactly.
+        """
         found = self.prediction
-        time_s, peak_bytes = (inf, inf) if found is None else (found.iteration_time_s, found.peak_memory_bytes)
+        if found is None:
+            return (not self.feasible, True, inf, 0, 0.0, inf, inf, simplicity(self.strategy))
         # Differences that floating point makes are none: sums of the same terms in another order.
-        return (not self.feasible, found is None, float(f"{time_s:.10g}"), peak_bytes, simplicity(self.strategy))
+        time_s, network_s = float(f"{found.iteration_time_s:.10g}"), float(f"{found.network_s:.6g}")
+        step = time_s if not fastest_s else time_step(time_s / float(f"{fastest_s:.10g}"))
+        peak = found.peak_memory_bytes
+        return (not self.feasible, False, step, memory_step(peak), network_s, time_s, peak, simplicity(self.strategy))
+
+
+NEARLY_AS_FAST = 0.01  # relative difference of times below which less memory, then less traffic, decides
+AS_MUCH_MEMORY = 0.05  # relative difference of peaks below which traffic decides
+
+
+def time_step(ratio: Any) -> Any:
+    """Return the step of a time, in seconds of the fastest: 0 for those that are nearly as fast; for arrays."""
+    return np.floor(np.log(ratio) / log1p(NEARLY_AS_FAST) + 1e-6)
+
+
+def memory_step(peak: Any) -> Any:
+    """Return the step of a peak of memory; for arrays."""
+    return np.floor(np.log(np.maximum(peak, 1e-9)) / log1p(AS_MUCH_MEMORY))
 
 
 def simplicity(strategy: Strategy) -> tuple[Any, ...]:
@@ -66,7 +92,7 @@ def simplicity(strategy: Strategy) -> tuple[Any, ...]:
 def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
     """Return the best entry of each strategy, whatever its node order and however its cut is written."""
     best: dict[Strategy, Ranked] = {}
-    for entry in sorted(entries, key=lambda entry: entry.sort_key):
+    for entry in sorted(entries, key=lambda entry: entry.sort_key(0.0)):
         lengths = entry.strategy.cut(seq_length).lengths
         same = replace(entry.strategy, placement=None, token_slices=lengths)
         best.setdefault(same, entry)
@@ -75,15 +101,30 @@ def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Rank
 
 def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
     """Return the entries numbered from 1, best first. The same entries in any order give the same ranking."""
-    ordered = sorted(entries, key=lambda entry: entry.sort_key)
+    found = list(entries)
+    fastest_s = min((each.iteration_time_s for each in found if each.feasible and each.prediction), default=0.0)
+    ordered = sorted(found, key=lambda entry: entry.sort_key(fastest_s))
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
 
 
-MOST_CONTENDERS = 12  # strategies that a constant of the cost model may make the winner
+def all_in_order(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
+    """Return the strategies numbered from 1, best first, each once."""
+    return ranked_in_order(without_repetitions(entries, seq_length))
 
 
-def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Return the winner and the best strategies that differ from all before in layout, schedule or recomputation."""
+def best_of_layouts(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
+    """Return the best entry of each layout, numbered from 1, best first."""
+    found: dict[object, Ranked] = {}
+    for entry in all_in_order(entries, seq_length):
+        found.setdefault(entry.strategy.layout, entry)
+    return [replace(entry, rank=rank) for rank, entry in enumerate(found.values(), start=1)]
+
+
+MOST_CONTENDERS = 14  # strategies that a constant of the cost model may make the winner
+
+
+def contenders_of(ranked: Iterable[Ranked]) -> list[Ranked]:
+    """Return the first and those that differ from all before in layout, schedule or recomputation."""
     found: dict[object, Ranked] = {}
     for entry in ranked:
         one = entry.strategy

@@ -5,13 +5,15 @@
 A strategy that fits the devices without the headroom cannot win. The fastest of these is found, to show the cost of the
 headroom.
 
-The strategies with the lowest estimates are simulated first, then those with the lowest bounds. A strategy whose lower
-bound is above the last of the ranking is never simulated. If the effort does not suffice for all others, the
-result has the share of time that the best of those could save. Lengths of token slices, layers of stages and the order
-of nodes are then solved for the best (`refined`). The same question always has the same answer.
+A row of the ranking is a layout of the ranks (data, tensor, pipeline, sequence, experts) with its best variant, or, on
+request, a strategy. Strategies with the lowest estimates are simulated first, then those with the lowest bounds. A
+strategy with a lower bound above the fastest is simulated only for its row: if its bound is below the last row and the
+best of its own, and at most `OF_A_ROW` of a row. Then `LEANER` variants of each row are simulated that are nearly as
+fast by their estimate and take less memory by its bound (`Ranked.sort_key`). If the effort does not suffice for all
+that may win, the result has the share of time that the best of those could save. Lengths of token slices, layers of
+stages and the order of nodes are then solved for the best (`refined`). The same question always has the same answer.
 """
 
-from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +37,17 @@ from megatron_terapipe.search.rank.grid_prices import (
 )
 from megatron_terapipe.search.rank.grid_times import OpTables
 from megatron_terapipe.search.rank.node_orders import better_order, node_orders, placement_of
-from megatron_terapipe.search.rank.ranked import Ranked, contenders_of, priced, ranked_in_order, without_repetitions
+from megatron_terapipe.search.rank.ranked import (
+    NEARLY_AS_FAST,
+    Ranked,
+    all_in_order,
+    best_of_layouts,
+    contenders_of,
+    memory_step,
+    priced,
+    ranked_in_order,
+    time_step,
+)
 from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.space import Choices, SearchProblem
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
@@ -54,6 +66,7 @@ def refined(
     choices: Choices,
     pricing_on: Callable[[Cluster], Pricing],
     *,
+    rows: Callable[[Sequence[Ranked], int], list[Ranked]],
     top: int,
     effort: float = 1.0,
     progress: ProgressCallback = no_progress,
@@ -65,14 +78,14 @@ def refined(
         if entry is not None:
             found.append(entry)
 
-    best = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
+    best = rows(entries, problem.workload.seq_length)[:top]
     tried = list(_worth_cutting(best, problem, choices))[: max(1, round(MOST_CUTS * effort))]
     for number, entry in enumerate(tried):
         progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
         keep(_with_solved_cut(entry, problem, pricing, choices))
     if SOLVED in choices["stage_partition"]:
-        for entry in ranked_in_order(without_repetitions([*best, *found], problem.workload.seq_length))[:top]:
+        for entry in rows([*best, *found], problem.workload.seq_length)[:top]:
             keep(_with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster)))
     if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
         progress(0, 1, "order of nodes")
@@ -146,9 +159,8 @@ def _with_better_order(
 MOST_STRATEGIES = 200  # strategies that are simulated with effort 1
 MOST_OPS = 400_000  # ops of new schedules that are generated with effort 1; one takes some microseconds
 OPS_OF_ONE = 8_000  # ops of a schedule that are generated at most; `price/simulated_time.py` extrapolates the rest
-MOST_LAYOUTS = 6  # layouts with a contender in addition to those of the best strategies
-OF_A_LAYOUT = 4  # strategies of each of them that are simulated
-CONTENDS = 1.3  # closed form of a contender, in seconds of the winner, at most
+OF_A_ROW = 4  # variants of a row that are simulated although none of them can win
+LEANER = 2  # variants of a row that are simulated because they take less memory
 MOST_TOO_FULL = 8  # strategies without headroom that are simulated, to find the fastest of them
 ROUNDING = 1e-9  # relative difference below which two times are the same
 
@@ -161,7 +173,7 @@ class SearchResult:
     counts: SearchCounts
     """How many were rejected, by reason."""
     proven: bool
-    """Whether no other strategy of the space can be faster than the winner, under this model."""
+    """Whether no other strategy of the space can be more than `NEARLY_AS_FAST` faster than the winner."""
     could_save: float
     """Share of the winner's time that the most promising strategy left out could save at most."""
     refused: tuple[Ranked, ...] = ()
@@ -169,7 +181,7 @@ class SearchResult:
     too_full: Ranked | None = None
     """The fastest found that fits the devices without the headroom, if it is faster than the winner."""
     contenders: tuple[Ranked, ...] = ()
-    """The winner, and the best of other layouts and schedules."""
+    """The winner, the best of other layouts, and then of other schedules."""
 
 
 def search(
@@ -180,32 +192,33 @@ def search(
     top: int = 10,
     effort: float = 1.0,
     refine: bool = True,
-    other_layouts: bool = False,
+    all_variants: bool = False,
     progress: ProgressCallback = no_progress,
 ) -> SearchResult:
-    """Return the best strategies."""
+    """Return the best strategies, one of each layout or with `all_variants` all."""
     counts = SearchCounts()
     pricings = [pricing_on(cluster) for cluster in node_orders(problem.cluster)]
     grids = list(price_space(problem, choices, pricings, counts, progress))
-    contest = _Contest(problem, pricings, grids, counts, top)
+    contest = _Contest(problem, pricings, grids, counts, top, all_variants=all_variants)
     contest.simulate(effort, progress)
     entries = contest.ranked
+    seq_length = problem.workload.seq_length
+    rows = all_in_order if all_variants else best_of_layouts
     if refine and entries:
-        entries = [*entries, *refined(entries, problem, choices, pricing_on, top=top, effort=effort, progress=progress)]
-    everything = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))
-    ordered = everything[:top]
+        improved = refined(entries, problem, choices, pricing_on, rows=rows, top=top, effort=effort, progress=progress)
+        entries = [*entries, *improved]
+    ordered = rows(entries, seq_length)[:top]
     left = contest.lowest_bound_left
     best_s = ordered[0].iteration_time_s if ordered else np.inf
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
     too_full = contest.fastest_too_full(best_s)
-    others = contest.best_of_other_layouts(best_s) if other_layouts else []
-    contenders = contenders_of(
-        ranked_in_order(without_repetitions([*everything, *others], problem.workload.seq_length))
-    )
+    contenders = contenders_of([*best_of_layouts(entries, seq_length)[:top], *all_in_order(entries, seq_length)])
+    if not all_variants:
+        ordered = [replace(entry, variants=counts.variants[entry.strategy.layout]) for entry in ordered]
     return SearchResult(
         entries=tuple(_in_hostfile_order(entry, problem.cluster) for entry in ordered),
         counts=counts,
-        proven=could_save <= ROUNDING,
+        proven=could_save <= 1 - 1 / (1 + NEARLY_AS_FAST),
         could_save=could_save,
         refused=tuple(contest.refused),
         contenders=tuple(_in_hostfile_order(entry, problem.cluster) for entry in contenders),
@@ -217,7 +230,14 @@ class _Contest:
     """Simulates strategies until none of the remaining ones can be among the best."""
 
     def __init__(
-        self, problem: SearchProblem, pricings: list[Pricing], grids: list[PricedGrid], counts: SearchCounts, top: int
+        self,
+        problem: SearchProblem,
+        pricings: list[Pricing],
+        grids: list[PricedGrid],
+        counts: SearchCounts,
+        top: int,
+        *,
+        all_variants: bool,
     ) -> None:
         self._problem, self._pricings, self._grids = problem, pricings, grids
         self._counts, self._top = counts, top
@@ -227,18 +247,27 @@ class _Contest:
             return np.concatenate([np.zeros(0, dtype), *(getattr(grid, name) for grid in grids)])
 
         self._estimate, self._bound = joined("estimate", float), joined("bound", float)
-        self._roomy = joined("roomy", bool)
+        self._fullness = joined("fullness", float)
+        self._roomy = self._fullness <= 1 - problem.memory_headroom
         self._too_full: list[int] = np.flatnonzero(~self._roomy).tolist()
         """Places of the strategies that fit the devices, but do not leave the headroom free."""
         self._first = np.cumsum([0, *(len(grid.places) for grid in grids)])
         self._shapes: set[tuple[str, PipelineShape]] = set()
         self._ops = 0.0
         self._done = 0
+        self._simulated: set[int] = set()
         self.ranked: list[Ranked] = []
         self.refused: list[Ranked] = []
-        self._times_s: list[float] = []
-        self._to_beat_s = np.inf
-        """Seconds of the slowest of the current best strategies."""
+        layouts = {grid.grid.layout: number for number, grid in enumerate(grids)}
+        of_layouts = np.repeat([layouts[grid.grid.layout] for grid in grids], np.diff(self._first))
+        self._row = np.arange(len(self._bound)) if all_variants else of_layouts.astype(np.int64)
+        """[n] number of the row that each strategy may stand in."""
+        self._best_s = np.full(max(len(self._bound), len(grids)), np.inf)
+        """[rows] seconds of the fastest strategy of each, and its place; infinite where none was simulated."""
+        self._fastest = np.zeros(len(self._best_s), dtype=np.int64)
+        self._tries = np.zeros(len(self._best_s), dtype=np.int64)
+        self._fastest_s = self._to_beat_s = np.inf
+        """Seconds of the last row of the ranking."""
         self.lowest_bound_left = np.inf
         """Lower bound in seconds of all strategies that were not simulated."""
 
@@ -254,12 +283,24 @@ class _Contest:
             left = self._simulate_some(left, max(int(most * share), self._top), ops * share, progress)
             left.sort(key=self._bound.__getitem__)
         self.lowest_bound_left = float(self._bound[left[0]]) if left else np.inf
+        self._simulate_leaner()
+
+    def _simulate_leaner(self) -> None:
+        """Simulate variants that may be as fast as the best of their row, and take less memory."""
+        memory, fastest_s = memory_step(self._fullness), self._fastest_s
+        for row in np.argsort(self._best_s, kind="stable")[: min(self._top, np.isfinite(self._best_s).sum())]:
+            variants = np.flatnonzero(self._roomy & (self._row == row))
+            as_fast = time_step(self._estimate[variants] / fastest_s) <= time_step(self._best_s[row] / fastest_s)
+            variants = variants[as_fast & (memory[variants] < memory[self._fastest[row]])]
+            for index in variants[np.lexsort((self._estimate[variants], memory[variants]))][:LEANER].tolist():
+                if index not in self._simulated:
+                    self._simulate(index)
 
     def _simulate_some(self, places: list[int], most: int, ops: float, progress: ProgressCallback) -> list[int]:
         """Simulate candidates in this order; return the rest after so many strategies or new ops."""
         left = []
         for index in places:
-            if self._bound[index] >= self._to_beat_s * (1 - ROUNDING):
+            if not self._may_rank(index):
                 continue
             spent = self._ops >= ops and len(self.ranked) >= self._top
             if self._done >= most or spent:
@@ -268,7 +309,15 @@ class _Contest:
             progress(self._done, most, "simulated")
             self._done += 1
             self._simulate(index)
-        return [index for index in left if self._bound[index] < self._to_beat_s * (1 - ROUNDING)]
+        return [index for index in left if self._may_rank(index)]
+
+    def _may_rank(self, index: int) -> bool:
+        """Whether a strategy may be the fastest, or else its row in the ranking and much faster than the row so far."""
+        row, to_beat_s = self._row[index], self._to_beat_s
+        if self._fastest_s < to_beat_s:
+            of_row_s = self._best_s[row] / (1 + NEARLY_AS_FAST) if self._tries[row] < OF_A_ROW else 0.0
+            to_beat_s = max(self._fastest_s, min(of_row_s, to_beat_s))
+        return bool(self._bound[index] < to_beat_s * (1 - ROUNDING))
 
     def fastest_too_full(self, to_beat_s: float) -> Ranked | None:
         """Return the fastest of a few promising strategies that fit without headroom; None if none is faster."""
@@ -283,26 +332,6 @@ class _Contest:
             if found is not None and found.iteration_time_s < to_beat_s * (1 - ROUNDING):
                 to_beat_s, fastest = found.iteration_time_s, found
         return fastest
-
-    def best_of_other_layouts(self, best_s: float) -> list[Ranked]:
-        """Return the fastest of the most promising strategies of a few layouts of which none was simulated."""
-        known = {entry.strategy.layout for entry in self.ranked}
-        lowest = []
-        for grid, first in zip(self._grids, self._first, strict=False):
-            places = np.flatnonzero(grid.roomy)
-            if len(places):
-                places = places[np.argsort(grid.estimate[places], kind="stable")[:OF_A_LAYOUT]]
-                lowest.append((float(grid.estimate[places[0]]), (int(first) + places).tolist()))
-        found: list[Ranked] = []
-        for estimate, indices in sorted(lowest):
-            if len(found) >= MOST_LAYOUTS or estimate > CONTENDS * best_s:
-                break
-            layout = self._at(indices[0])[0].layout
-            if layout not in known:
-                known.add(layout)
-                entries = (priced(*self._at(index), self._problem.memory_headroom) for index in indices)
-                found += ranked_in_order(filter(None, entries))[:1]
-        return found
 
     def _by_estimate(self, places: NDArray[np.int64]) -> list[int]:
         """Return places in the order of their estimates; equal ones in the order of the space."""
@@ -323,11 +352,13 @@ class _Contest:
         reason = pricing.why_it_does_not_fit(strategy, memory)
         if reason is not None:
             self._counts.reject(FITS, 1)
+            self._counts.variants[strategy.layout] -= 1
             if len(self.refused) < self._top:
                 self.refused.append(Ranked(strategy=strategy, prediction=None, reason=reason))
             return
         if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
             self._counts.reject(HEADROOM, 1)
+            self._counts.variants[strategy.layout] -= 1
             self._too_full.append(index)
             return
         key = (strategy.schedule, pipeline_shape(strategy))
@@ -336,11 +367,16 @@ class _Contest:
             shape = key[1]
             self._ops += min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
         self._counts.simulated += 1
+        self._simulated.add(index)
         prediction = pricing.predict(strategy, memory)
         self.ranked.append(Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster))
-        insort(self._times_s, prediction.iteration_time_s)
-        if len(self._times_s) >= self._top:
-            self._to_beat_s = self._times_s[self._top - 1]
+        row = self._row[index]
+        self._tries[row] += 1
+        if prediction.iteration_time_s < self._best_s[row]:
+            self._best_s[row], self._fastest[row] = prediction.iteration_time_s, index
+            self._fastest_s = min(self._fastest_s, prediction.iteration_time_s)
+            if self._top < len(self._best_s):
+                self._to_beat_s = float(np.partition(self._best_s, self._top - 1)[self._top - 1])
 
 
 def _in_hostfile_order(entry: Ranked, cluster: Cluster) -> Ranked:

@@ -52,8 +52,9 @@ def test_the_json_is_that_of_the_contract(files: list[str], tmp_path: Path) -> N
         low, high = entry["predicted"]["interval_s"]
         assert 0 < low < entry["predicted"]["iteration_time_s"] < high
         check_trainable(Strategy.from_json(entry["strategy"]), small_model())
-    times = [entry["predicted"]["iteration_time_s"] for entry in entries]
-    assert times == sorted(times)
+    sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    assert len({tuple(entry["strategy"][size] for size in sizes) for entry in entries}) == 4
+    assert all(entry["variants"] >= 1 for entry in entries)
     # The same question has the same answer.
     assert main(["rank", *files, *FEW, "--top", "4", "--json", str(tmp_path / "again.json")]) == 0
     assert (tmp_path / "again.json").read_text() == out.read_text()
@@ -142,7 +143,7 @@ def test_no_strategy_names_the_last_rule(
     assert main(["rank", *files, *few, *constraints]) == 1
     printed = capsys.readouterr()
     assert words in printed.err and len(printed.err.splitlines()) == 1
-    assert "none of the others can be faster" not in printed.out
+    assert "none of the others" not in printed.out
 
 
 def test_proposed_trials(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def test_a_dominated_strategy_never_ranks_above() -> None:
     entries = [Ranked(strategy=strategy, prediction=each) for each in (slower, fuller, good)]
     infeasible = Ranked(strategy=strategy, prediction=good, reason="does not fit")
     ranked = ranked_in_order([infeasible, *entries])
-    assert [entry.prediction for entry in ranked] == [good, fuller, slower, good]
+    assert [entry.prediction for entry in ranked] == [good, slower, fuller, good]
     assert ranked[-1].feasible is False
     assert ranked == ranked_in_order(reversed([infeasible, *entries]))
 

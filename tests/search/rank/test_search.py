@@ -9,10 +9,18 @@ from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.grid_prices import HEADROOM
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.ranked import (
+    NEARLY_AS_FAST,
+    Ranked,
+    best_of_layouts,
+    memory_step,
+    ranked_in_order,
+)
 from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
+from megatron_terapipe.strategy import Strategy
+from tests.search.answer.answers import prediction
 from tests.search.problems import mixed_cluster, small_cluster, small_problem
 
 
@@ -31,10 +39,10 @@ def few(problem: SearchProblem) -> Choices:
     )
 
 
-def exhaustive(problem: SearchProblem, choices: Choices) -> list[float]:
-    """Seconds of every strategy that fits and adds up in fp32, shortest first, all simulated."""
+def exhaustive(problem: SearchProblem, choices: Choices) -> list[Ranked]:
+    """Every strategy that fits and adds up in fp32, best first, all simulated."""
     pricing = Pricing(problem.workload, problem.cluster)
-    times = []
+    found = []
     for legal in legal_grids(problem, choices, SearchCounts()):
         for flat in np.flatnonzero(legal.legal).tolist():
             place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
@@ -43,8 +51,8 @@ def exhaustive(problem: SearchProblem, choices: Choices) -> list[float]:
                 continue
             prediction = pricing.predict(strategy)
             if pricing.why_it_does_not_fit(strategy, prediction.memory) is None:
-                times.append(prediction.iteration_time_s)
-    return sorted(times)
+                found.append(Ranked(strategy=strategy, prediction=prediction))
+    return ranked_in_order(found)
 
 
 @pytest.mark.parametrize("memory_bytes", [40e9, 5.6e9])
@@ -54,13 +62,49 @@ def test_search_equals_exhaustive_simulation(memory_bytes: float) -> None:
     problem = small_problem(Cluster(nodes=(replace(node, device=device),)), num_layers=10)
     problem = replace(problem, memory_headroom=0.0)
     choices = few(problem)
-    result = search(problem, choices, pricing_on(problem), top=5, refine=False, effort=5)
-    times = exhaustive(problem, choices)
-    assert result.proven
-    assert [entry.prediction.iteration_time_s for entry in result.entries] == pytest.approx(times[:5], rel=1e-9)
-    # Bounds are of use: only a part of what is feasible was simulated.
-    assert result.counts.simulated < len(times) / 2
-    assert [entry.rank for entry in result.entries] == [1, 2, 3, 4, 5]
+    everything = exhaustive(problem, choices)
+    fastest_s = min(each.iteration_time_s for each in everything)
+    for all_variants in (False, True):
+        result = search(problem, choices, pricing_on(problem), top=5, refine=False, effort=5, all_variants=all_variants)
+        # Bounds are of use: only a part of what is feasible was simulated.
+        assert result.proven and result.counts.simulated < len(everything) / 2
+        assert [entry.rank for entry in result.entries] == [1, 2, 3, 4, 5]
+        winner = result.entries[0]
+        assert winner.iteration_time_s <= NEARLY * fastest_s
+        assert memory_step(winner.price.peak_memory_bytes) == memory_step(everything[0].price.peak_memory_bytes)
+        if all_variants:
+            fifth_s = sorted(each.iteration_time_s for each in everything)[4]
+            assert all(entry.iteration_time_s <= NEARLY * fifth_s for entry in result.entries)
+            assert all(entry.variants is None for entry in result.entries)
+            continue
+        # A row is the best variant of a layout, and no layout is missing before it.
+        expected = best_of_layouts(everything, 512)[:5]
+        assert [entry.strategy.layout for entry in result.entries] == [each.strategy.layout for each in expected]
+        for entry in result.entries:
+            same = [each for each in everything if each.strategy.layout == entry.strategy.layout]
+            assert entry.iteration_time_s <= NEARLY**2 * min(each.iteration_time_s for each in same)
+            assert entry.variants == len(same) or (memory_bytes < 40e9 and entry.variants >= len(same))
+
+
+NEARLY = 1 + NEARLY_AS_FAST
+
+
+def test_among_the_nearly_as_fast_less_memory_then_less_traffic_comes_first() -> None:
+    def entry(time_s: float, peak: float, network_s: float, micro_batch: int) -> Ranked:
+        price = prediction(time_s, 0.0, ranks=1, peak=peak)
+        price = replace(price, iteration_time_s=time_s, network_s=network_s)
+        return Ranked(strategy=Strategy(micro_batch_size=micro_batch), prediction=price)
+
+    in_order = [
+        entry(1.008, 5.0e9, 0.3, 1),  # the least memory of the nearly as fast
+        entry(1.009, 8.02e9, 0.1, 2),  # as much memory as the next, and less traffic
+        entry(1.004, 8.01e9, 0.2, 3),
+        entry(1.000, 9.0e9, 0.0, 4),  # the fastest
+        entry(1.011, 1.0e9, 0.0, 5),
+        entry(1.5, 1.0e9, 0.0, 6),
+    ]
+    for entries in (in_order, in_order[::-1], in_order[3:] + in_order[:3]):
+        assert [each.strategy.micro_batch_size for each in ranked_in_order(entries)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_little_effort_reports_the_possible_saving() -> None:
