@@ -261,7 +261,7 @@ class _Contest:
         layouts = {grid.grid.layout: number for number, grid in enumerate(grids)}
         of_layouts = np.repeat([layouts[grid.grid.layout] for grid in grids], np.diff(self._first))
         self._row = np.arange(len(self._bound)) if all_variants else of_layouts.astype(np.int64)
-        """[n] number of the row that each strategy may stand in."""
+        """[n] number of the row that each strategy may be."""
         self._best_s = np.full(max(len(self._bound), len(grids)), np.inf)
         """[rows] seconds of the fastest strategy of each, and its place; infinite where none was simulated."""
         self._fastest = np.zeros(len(self._best_s), dtype=np.int64)
