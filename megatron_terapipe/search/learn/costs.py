@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_terapipe.search.learn.calibration import Calibration, calibrate, calibrate_on_profile, no_calibration
 from megatron_terapipe.search.learn.cluster_calibrations import calibrated
@@ -21,6 +21,7 @@ from megatron_terapipe.search.price.profile_times import (
     measured_efficiency,
     profile_notes,
 )
+from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
@@ -39,6 +40,8 @@ class Costs:
     """Measured op times and links; None = data sheets."""
     notes: tuple[str, ...]
     """The sources, a line each."""
+    simulator: ScheduleSimulator = field(default_factory=ScheduleSimulator, repr=False, compare=False)
+    """Shared by all clusters, as the orders of schedules do not depend on them."""
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
         """Return the pricing of strategies on a cluster, or on its nodes in another order, without intervals."""
@@ -57,6 +60,7 @@ class Costs:
             memory_overheads=self.calibration.memory_overheads,
             op_times=op_times,
             precision=self.precision,
+            simulator=self.simulator,
             measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),
         )
 

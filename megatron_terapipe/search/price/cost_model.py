@@ -421,6 +421,7 @@ class Pricing:
             software=self.cost_model.software,
             precision=self.cost_model.precision,
             overheads=memory_overheads or default_overheads(cluster, self.cost_model.software),
+            orders=self.cost_model.simulator.columns,
         )
 
     def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:

@@ -6,7 +6,7 @@ Sources: `zero/stage_1_and_2.py`, `fp16/fused_optimizer.py` and `bf16_optimizer.
 Adam of Kingma and Ba, arXiv 1412.6980; ZeRO, arXiv 1910.02054 section 3.1 (16 bytes a parameter).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -209,7 +209,7 @@ class MemoryModel:
     overheads: MemoryOverheads = None  # type: ignore[assignment]
     """Memory that is not of tensors; None = the defaults of the cluster's devices."""
     counter: LayerCounter = field(init=False, repr=False)
-    _orders: dict[tuple[str, PipelineShape], list[OpColumns]] = field(default_factory=dict, repr=False)
+    orders: Callable[[str, PipelineShape], list[OpColumns]] = orders_of_ranks
     _tokens: dict[tuple[object, ...], Floats] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -342,9 +342,7 @@ class MemoryModel:
         num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
         shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
         if copies is None:
-            if (schedule, shape) not in self._orders:
-                self._orders[schedule, shape] = orders_of_ranks(schedule, shape)
-            blocks = [peak_held(order, lengths, of_stage) for order in self._orders[schedule, shape]]
+            blocks = [peak_held(order, lengths, of_stage) for order in self.orders(schedule, shape)]
         else:
             orders = (rank_order(schedule, shape, rank) for rank in range(ranks))
             pairs = zip(orders, copies.ranks, strict=True)

@@ -4,6 +4,7 @@ Beyond `MOST_OPS` the makespan is extrapolated from two smaller numbers of micro
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettin
 from deepspeed_ext.plan.schedules import OPTIMISED, memory_of_1f1b, schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders, SimulatedOrders
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.search.price.activations import orders_of_ranks
 from megatron_terapipe.search.price.batch import of_slowest_and_others, pipeline_time
 
 MOST_OPS = 8_000
@@ -42,7 +44,8 @@ class ScheduleSimulator:
     """Simulates schedules, and caches the orders of every shape."""
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
+        self.columns = cache(orders_of_ranks)
+        self.orders = cache(_compiled)
         self._planned: tuple[tuple[object, ...], SimulatedOrders, HostCopyPlan] | None = None
         """The copies that were planned last: memory and time of a strategy need the same."""
 
@@ -138,14 +141,10 @@ class ScheduleSimulator:
     def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
         return self.orders(schedule, shape).simulate(costs).makespan
 
-    def orders(self, schedule: str, shape: PipelineShape) -> CompiledOrders:
-        """Return the orders of a schedule, compiled once."""
-        key = schedule, shape
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
-            self._compiled[key] = compiled
-        return compiled
+
+def _compiled(schedule: str, shape: PipelineShape) -> CompiledOrders:
+    """Return the orders of a schedule as arrays."""
+    return CompiledOrders.of_schedule(schedule_named(schedule), shape)
 
 
 def num_searched_ops(shape: PipelineShape) -> int:
