@@ -29,10 +29,11 @@ rank 0:
                    rank 1 |  .    1F0.0 1F1.0 3F0.0 3F1.0 3B0.0 3B1.0 1B0.0 1B1.0  .
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice, product
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
@@ -68,16 +69,20 @@ Schedule = Callable[[PipelineShape, int], Iterator[Op]]
 def forward_order(shape: PipelineShape, rank: int) -> Iterator[Op]:
     """Yield every forward of a rank, in the order of `interleaved`, which is also the order of evaluation."""
     for micro_batches in _groups(shape):
-        for unit in product(shape.stages_of(rank), micro_batches, range(shape.num_token_slices)):
-            yield Op(OpKind.FORWARD, *unit)
+        yield from _ops(OpKind.FORWARD, shape.stages_of(rank), micro_batches, range(shape.num_token_slices))
 
 
 def backward_order(shape: PipelineShape, rank: int, kind: OpKind = OpKind.BACKWARD) -> Iterator[Op]:
     """Yield every backward of a rank, or every part of one kind."""
     stages, token_slices = list(shape.stages_of(rank))[::-1], range(shape.num_token_slices)[::-1]
     for micro_batches in _groups(shape):
-        for unit in product(stages, micro_batches, token_slices):
-            yield Op(kind, *unit)
+        yield from _ops(kind, stages, micro_batches, token_slices)
+
+
+def _ops(kind: OpKind, *indices: Iterable[int]) -> Iterator[Op]:
+    """Ops of a kind, without a function of Python for each: searches generate millions of them."""
+    make = cast(Callable[[object], Op], partial(tuple.__new__, Op))
+    return map(make, product((kind,), *indices))
 
 
 def _groups(shape: PipelineShape) -> Iterator[range]:
@@ -151,9 +156,7 @@ def breadth_first(shape: PipelineShape, rank: int) -> Iterator[Op]:
 def _alternate(shape: PipelineShape, rank: int, warmup: int) -> Iterator[Op]:
     forwards, backwards = forward_order(shape, rank), backward_order(shape, rank)
     yield from islice(forwards, warmup)
-    for forward in forwards:
-        yield forward
-        yield next(backwards)
+    yield from chain.from_iterable(zip(forwards, backwards, strict=False))
     yield from backwards
 
 
