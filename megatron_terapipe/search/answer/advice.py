@@ -255,19 +255,15 @@ def _too_full(full: TooFullPart, problem: SearchProblem) -> str | None:
 def _utilization(check: UtilizationPart) -> str:
     """Return the doubt about an MFU above all published ones."""
     words = (
-        f"rank 1 is predicted to reach an MFU of {check.predicted:.0%} ({check.predicted_causal:.0%} with causal "
-        f"attention), and the best published for such devices is {check.published:.0%} "
-        f"({check.published_causal:.0%}; {check.published_run})"
+        f"an MFU of {check.predicted:.0%} is above the best published for such devices, {check.published:.0%} "
+        f"({check.published_run})"
     )
-    if check.constant is None:
+    if check.published_time_s is None:
         return (
-            f"{words}: it is higher because the usual MFU counts scores that causal attention never computes, and "
-            "sequences are long; compare the causal MFU"
+            f"{words}, because it counts scores that causal attention never computes; compare the causal MFU, "
+            f"{check.predicted_causal:.0%} and {check.published_causal:.0%}"
         )
-    words = f"{words}; it rests on {_constant(check.constant)} = {check.value:.3g}"
-    if check.needed is None:
-        return f"{words} most, which does not explain all of it: calibrate on trials"
-    return f"{words}, and with {check.needed:.3g} it would be as published: calibrate on trials"
+    return f"{words}: at that MFU rank 1 takes {time_text(check.published_time_s)}"
 
 
 def _sensitivity(found: SensitivityPart) -> str | None:

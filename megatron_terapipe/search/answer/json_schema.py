@@ -120,7 +120,7 @@ class SensitivityPart(Part):
 
 
 class UtilizationPart(Part):
-    """An MFU above all published ones, and the constant that it depends on."""
+    """An MFU above all published ones."""
 
     predicted: float
     """MFU of the winner."""
@@ -132,12 +132,8 @@ class UtilizationPart(Part):
     """The same run without these scores."""
     published_run: str
     """The run that it was."""
-    constant: str | None
-    """Constant of the cost model that moves the time most; null = the causal MFU is one that was published."""
-    value: float | None
-    """Its value; null = there is none."""
-    needed: float | None
-    """Its value for the published MFU; null = no value suffices, or there is no constant."""
+    published_time_s: float | None
+    """Seconds of an iteration at that causal MFU; null = it is no less than the predicted one."""
 
 
 RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gradients", "constraint"]

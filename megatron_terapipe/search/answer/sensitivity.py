@@ -5,15 +5,13 @@ are priced in closed form; where another one comes first, both are simulated wit
 profile its four factors are moved instead of the constants of the roofline.
 
 `check_utilization` compares the predicted MFU of the winner with the best published one of training dense GPT models,
-and finds the constant that it depends on. All figures count whole attention, no recomputation, 16-bit products over the
-dense peak of the data sheet; runs in FP8 are left out, since they are faster than this peak. One node counts as at
-least as fast as several. With causal attention fewer FLOPs count; those
-follow from the shapes of the run. Other generations have no published figure here.
+and finds the time at that one. All figures count whole attention, no recomputation, 16-bit products over the dense peak
+of the data sheet; runs in FP8 are left out, since they are faster than this peak. With causal attention fewer FLOPs
+count; those follow from the shapes of the run. Other generations have no published figure here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from math import exp, log, log1p
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -185,37 +183,27 @@ class PublishedUtilization(NamedTuple):
     """Which run it was, in words."""
 
 
-# 4,096 tokens, Megatron-core in bf16: throughput tables of the repository.
+# 2,048 tokens: abstract.
+LLAMA = PublishedUtilization(0.705, 0.684, "Llama 13B on A100, arXiv 2311.05610")
+# 4,096 and 8,192 tokens, Megatron-core in bf16: throughput tables of the repository.
 NEMOTRON = PublishedUtilization(0.554, 0.526, "Nemotron-4 15B on 16 H100, NVIDIA dgxc-benchmarking")
+LLAMA_405B = PublishedUtilization(0.460, 0.442, "Llama 3.1 405B on 128 GB200, NVIDIA dgxc-benchmarking")
 # ZeRO-Infinity, abstract, which may count recomputed FLOPs.
 ZERO_INFINITY = PublishedUtilization(0.40, 0.40, "512 V100, arXiv 2104.07857")
-PUBLISHED: Mapping[str, tuple[PublishedUtilization, PublishedUtilization]] = MappingProxyType(
-    {
-        "ampere": (
-            # 2,048 tokens: scripts/train/benchmarking/README.md.
-            PublishedUtilization(0.642, 0.618, "MPT-7B on 8 A100 with FSDP, llm-foundry"),
-            # 2,048 tokens: table 5.
-            PublishedUtilization(0.563, 0.559, "a GPT of 1T parameters on 512 A100, arXiv 2205.05198"),
-        ),
-        "hopper": (NEMOTRON, NEMOTRON),
-        "volta": (ZERO_INFINITY, ZERO_INFINITY),
-    }
+PUBLISHED: Mapping[str, PublishedUtilization] = MappingProxyType(
+    {"ampere": LLAMA, "hopper": NEMOTRON, "blackwell": LLAMA_405B, "volta": ZERO_INFINITY}
 )
-"""On one node and on several, by generation of devices."""
+"""By generation of devices, on any number of nodes."""
 
 
 def best_published(cluster: Cluster) -> PublishedUtilization | None:
     """Return the best published MFU for the devices of a cluster; None for several kinds, or where none is known."""
     generations = {node.device.generation for node in cluster.nodes}
-    found = PUBLISHED.get(generations.pop()) if len(generations) == 1 else None
-    return None if found is None else found[len(cluster.nodes) > 1]
+    return PUBLISHED.get(generations.pop()) if len(generations) == 1 else None
 
 
 TOLERANCE = 0.03
 """Share of the peak by which a prediction may be above the best published one without a note."""
-
-MOST = log(3.0)  # change of the logarithm of a constant beyond which it explains nothing
-STEPS = 6  # simulations that look for the value of the constant
 
 
 def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None:
@@ -227,44 +215,13 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None
     )
     if published is None or used <= published.share + TOLERANCE:
         return None
-    name = value = needed = None
     # Else the difference is the convention, which counts scores that are not computed.
-    if causal > published.causal_share + TOLERANCE:
-        name, value, needed = _doubted(entry, time_s, log(causal / published.causal_share), model)
+    is_too_fast = causal > published.causal_share + TOLERANCE
     return UtilizationPart(
         predicted=used,
         predicted_causal=causal,
         published=published.share,
         published_causal=published.causal_share,
         published_run=published.run,
-        constant=name,
-        value=value,
-        needed=needed,
+        published_time_s=time_s * causal / published.causal_share if is_too_fast else None,
     )
-
-
-def _doubted(entry: Ranked, time_s: float, target: float, model: CostModel) -> tuple[str, float, float | None]:
-    """Return the constant that moves the time most, its value, and the value with which a strategy takes longer.
-
-    Args:
-        target: logarithm of how much longer it is to take; None is returned where no value does that.
-    """
-    constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
-
-    def log_time(name: str, logarithm: float) -> float:
-        then = with_constants(model, moved(constants, [name], logarithm))
-        return log(then.predict_time(entry.strategy).iteration_time_s / time_s)
-
-    slopes = {
-        name: log_time(name, log1p(change)) / log1p(change)
-        for name, change, _ in moves_of(constants)
-        if isinstance(getattr(constants, name), float)
-    }
-    constant = max(slopes, key=lambda name: abs(slopes[name]))
-    at, slope, needed = 0.0, slopes[constant], None
-    for _ in range(STEPS):
-        at = max(-MOST, min(MOST, at + (target - (log_time(constant, at) if at else 0.0)) / slope))
-    value = float(getattr(constants, constant))
-    if abs(log_time(constant, at) - target) < 0.01:
-        needed = value * exp(at)
-    return constant, value, needed
