@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
-from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
 from megatron_terapipe.search.answer.flags import PRECISIONS, add_model_flags, model_of, whole_numbers
 from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
 from megatron_terapipe.search.measure.on_hosts import measure_hosts
-from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
-from megatron_terapipe.search.price.profile import Profile, ProfiledLink, sizes_measured_once, write_profile
+from megatron_terapipe.search.measure.sizes import (
+    LinkClass,
+    MeasuredSizes,
+    default_numbers_of_token_slices,
+    undivided_number,
+)
+from megatron_terapipe.search.price.profile import Profile, sizes_measured_once, write_profile
 from megatron_terapipe.search.price.profile_times import message_line
 
 HELP = (
@@ -90,10 +94,11 @@ def run(options: argparse.Namespace) -> int:
     slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
     ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
     tensor, token_slices, model = options.tensor_parallel_size, options.num_token_slices, workload.config
+    divisors = [size for size in (1, 2, 4, 8) if size <= max(ranks_of_a_node, 1) and not undivided_number(model, size)]
     sizes = MeasuredSizes(
         model=model,
         precision=options.precision or ("fp32" if on_cpu() else "bf16"),
-        tensor_parallel_sizes=numbers(tensor, "--tensor-parallel-size") if tensor else _sizes(ranks_of_a_node, model),
+        tensor_parallel_sizes=numbers(tensor, "--tensor-parallel-size") if tensor else tuple(divisors),
         micro_batch_sizes=numbers(options.micro_batch_size, "--micro-batch-size"),
         nums_token_slices=numbers(token_slices, "--num-token-slices")
         if token_slices
@@ -171,31 +176,14 @@ def summary(profile: Profile) -> Iterator[str]:
             )
     for link in profile.links:
         line = message_line(link.points)
-        yield f"  {link_in_words(link)}: {1e6 * line.start_s:.3g} us + {1e-9 / line.byte_s:.3g} GB/s"
+        measured = LinkClass(link.where, link.what, (tuple(range(link.num_ranks)),), link.ranks_per_node, link.flows)
+        yield f"  {measured.words}: {1e6 * line.start_s:.3g} us + {1e-9 / line.byte_s:.3g} GB/s"
     if profile.engine is not None:
         engine = profile.engine
         yield (
             f"  engine: {1e6 * engine.op_s:.3g} us an op, {1e9 * engine.optimizer_s_per_parameter:.3g} ns a parameter, "
             f"{1000 * engine.iteration_s:.3g} ms an iteration"
         )
-
-
-def _sizes(num_processes: int, model: ModelConfig) -> tuple[int, ...]:
-    """Return the powers of two that are worth measuring and that divide the model."""
-    counts = [model.num_attention_heads]
-    counts += [number for block in model.blocks for number in (block.num_key_value_heads, block.ffn_hidden_size)]
-    sizes = (1, 2, 4, 8)
-    return tuple(size for size in sizes if size <= max(num_processes, 1) and not any(count % size for count in counts))
-
-
-def link_in_words(link: ProfiledLink) -> str:
-    """Return the words for the messages that were measured."""
-    place = "inside a node" if link.where == "inside" else "between nodes"
-    sharing = f", {link.flows} at a time" if link.flows > 1 else ""
-    if link.what == "transfer":
-        return f"message {place}{sharing}"
-    nodes = f" on {link.num_ranks // link.ranks_per_node} nodes" if link.where == "network" else " of a node"
-    return f"all-reduce of {link.num_ranks} ranks{nodes}{sharing}"
 
 
 @contextmanager

@@ -4,20 +4,21 @@
     backward                B3 B2 B1 B0       in one piece, then once more in two: BI, and BW deferred
 
 Every rank of this machine measures at the same time, each its part of the layer, because cores and memory are shared.
-
 Then messages between the ranks of a process group, by the class of links that they take.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -33,6 +34,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
 from megatron_terapipe.search.measure.sizes import MESSAGE_BYTES, LinkClass, MeasuredRun, Nodes, link_classes
+from megatron_terapipe.search.price.layer_times import Numbers
 from megatron_terapipe.search.price.profile import LayerShape, OpPoint, ProfiledLink
 from megatron_terapipe.search.price.workload import gpt_workload
 
@@ -56,15 +58,6 @@ class IsolatedRanks(TensorParallelRanks):
         return lambda: part
 
 
-class OpSeconds(NamedTuple):
-    """Seconds of a token slice's ops."""
-
-    forward: float
-    backward: float
-    input_gradient: float
-    weight_gradient: float
-
-
 @dataclass(frozen=True)
 class TimedLayers:
     """Layers of one kind, to be run one after the other."""
@@ -74,7 +67,7 @@ class TimedLayers:
     functions: tuple[Callable[..., Tensor], ...]
     """The forward of each; may be another function of a module, as of a tied embedding."""
     count: int = 1
-    """By how many the times are divided."""
+    """Divisor of the times."""
     reads_tokens: bool = False
     ends_in_loss: bool = False
 
@@ -109,10 +102,8 @@ def build_layers(
 class LayerTimer:
     """Runs layers as the engine does, and times each op."""
 
-    def __init__(
-        self, model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._model, self._ranks, self._dtype, self._device = model, ranks, dtype, device
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._dtype, self._device = model, dtype, device
         self._weight_gradients = WeightGradients()
 
     def points(
@@ -126,12 +117,17 @@ class LayerTimer:
             is_over: callback(visited run) that returns the same on all ranks: whether time is over. At least one run is
                 visited.
         """
-        sums = {}
+        sums: dict[LayerShape, AccumulatedGradients | None] = {}
         for layers in built:
             for module in layers.modules:
                 self._weight_gradients.attach(module)
-            sums[layers.shape] = _sums(layers.modules) if self._dtype is torch.bfloat16 else None
-        found: dict[tuple[LayerShape, MeasuredRun], list[list[OpSeconds]]] = {}
+            sums[layers.shape] = None
+            if self._dtype is torch.bfloat16:
+                # The engine adds bf16 gradients to fp32 sums.
+                weights = dict.fromkeys(each for module in layers.modules for each in module.parameters())
+                zeros = ((weight, torch.zeros_like(weight, dtype=torch.float32)) for weight in weights)
+                sums[layers.shape] = AccumulatedGradients(zeros)
+        found: dict[tuple[LayerShape, MeasuredRun], list[Numbers]] = {}
         for run in islice(cycle(runs), MOST_VISITS * len(runs)):
             for layers in built:
                 repeats = found.setdefault((layers.shape, run), [])
@@ -139,22 +135,20 @@ class LayerTimer:
                     # Gradients exist from the first on, as within a step: products add to them.
                     self._repeat(layers, run, sums[layers.shape])
                 begun, visited = time.perf_counter(), len(repeats)
-                while len(repeats) == visited or self._together([[time.perf_counter() - begun]])[0][0] < VISIT_S:
+                while len(repeats) == visited or self._together(time.perf_counter() - begun) < VISIT_S:
                     dist.barrier()
                     repeats.append(self._repeat(layers, run, sums[layers.shape]))
             if is_over(run):
                 break
-        of_layers: list[tuple[TimedLayers, list[OpPoint]]] = []
-        for layers in built:
-            measured = [(run, found[layers.shape, run]) for run in runs if (layers.shape, run) in found]
-            of_layers.append((layers, [point for run, times in measured for point in self._points(layers, run, times)]))
-        return of_layers
+        visited_runs = [run for run in runs if (built[0].shape, run) in found]
+        return [
+            (layers, [point for run in visited_runs for point in self._points(layers, run, found[layers.shape, run])])
+            for layers in built
+        ]
 
-    def _points(self, layers: TimedLayers, run: MeasuredRun, repeats: Sequence[list[OpSeconds]]) -> Iterator[OpPoint]:
+    def _points(self, layers: TimedLayers, run: MeasuredRun, repeats: Sequence[Numbers]) -> Iterator[OpPoint]:
         # One message for all token slices: on a slow link a message takes longer than a measured op.
-        medians = self._together(
-            [[median(times) for times in zip(*ops, strict=True)] for ops in zip(*repeats, strict=True)]
-        )
+        medians = self._together(np.median(repeats, axis=0))
         for (start, end), times in zip(self._cut(run).bounds(), medians, strict=True):
             forward, backward, of_input, of_weight = (each / layers.count for each in times)
             # Most schedules run the whole backward; the two parts determine its division.
@@ -164,21 +158,17 @@ class LayerTimer:
     def _cut(self, run: MeasuredRun) -> TokenSlices:
         return TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
 
-    def _together(self, seconds: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Means over the ranks, [S, n] as given."""
+    def _together(self, seconds: object) -> Any:
+        """Means over the ranks as lists, of the shape [...] of the given numbers."""
         total = torch.tensor(seconds, dtype=torch.float64 if self._device.type == "cpu" else torch.float32)
         total = total.to(self._device)
         dist.all_reduce(total)
-        means: list[list[float]] = (total / dist.get_world_size()).tolist()
-        return means
+        return (total / dist.get_world_size()).tolist()
 
-    def _repeat(self, layers: TimedLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> list[OpSeconds]:
-        whole = self._once(layers, run, sums, defers=False)
-        parts = self._once(layers, run, sums, defers=True)
-        return [
-            OpSeconds((first[0] + second[0]) / 2, first[1], second[1], second[2])
-            for first, second in zip(whole, parts, strict=True)
-        ]
+    def _repeat(self, layers: TimedLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> Numbers:
+        """Seconds [S, 4] of the ops of each token slice: forward, backward, input gradient, weight gradient."""
+        whole, parts = (np.array(self._once(layers, run, sums, defers=defers)) for defers in (False, True))
+        return np.column_stack([(whole[:, 0] + parts[:, 0]) / 2, whole[:, 1], parts[:, 1:]])
 
     def _once(
         self, layers: TimedLayers, run: MeasuredRun, sums: AccumulatedGradients | None, *, defers: bool
@@ -187,14 +177,16 @@ class LayerTimer:
         cut = self._cut(run)
         state = SequenceState(cut, sequences=range(run.micro_batch_size))
         inputs = [self._input(layers, run.micro_batch_size, length) for length in cut.lengths]
-        targets = [torch.zeros(run.micro_batch_size, length, dtype=torch.long) for length in cut.lengths]
         forwards, roots = [], []
         for index, given in enumerate(inputs):
+            targets = torch.zeros(run.micro_batch_size, cut.lengths[index], dtype=torch.long)
             with Stopwatch() as watch:
-                output = self._forward(layers, given, state, index)
+                output = given
+                for number, (module, function) in enumerate(zip(layers.modules, layers.functions, strict=True)):
+                    keywords = {"past": state.past(number, index)} if takes_past(module) else {}
+                    output = function(output, **keywords)
                 if layers.ends_in_loss:
-                    labels = targets[index].to(self._device), torch.ones_like(targets[index]).to(self._device)
-                    output = gpt_loss(output, labels)
+                    output = gpt_loss(output, (targets.to(self._device), torch.ones_like(targets).to(self._device)))
             forwards.append(watch.seconds)
             roots.append(output)
         found: list[tuple[float, float, float]] = []
@@ -203,40 +195,23 @@ class LayerTimer:
             gradient = torch.ones_like(root)
             weights_s = 0.0
             with Stopwatch() as watch:
-                if defers:
-                    with self._weight_gradients.deferring() as deferred:
-                        torch.autograd.backward(root, gradient)
-                else:
+                with self._weight_gradients.deferring() if defers else nullcontext() as deferred:
                     torch.autograd.backward(root, gradient)
                 if sums is not None:
                     sums.collect()
             del root
-            if defers:
+            if deferred is not None:
                 with Stopwatch() as other:
                     compute(deferred)
                 weights_s = other.seconds
             found.append((forwards[index], watch.seconds, weights_s))
         return found[::-1]
 
-    def _forward(self, layers: TimedLayers, given: Tensor, state: SequenceState, token_slice: int) -> Tensor:
-        hidden = given
-        for number, (module, function) in enumerate(zip(layers.modules, layers.functions, strict=True)):
-            keywords: dict[str, Any] = {"past": state.past(number, token_slice)} if takes_past(module) else {}
-            hidden = function(hidden, **keywords)
-        return hidden
-
     def _input(self, layers: TimedLayers, rows: int, length: int) -> Tensor:
         if layers.reads_tokens:
             return torch.randint(self._model.vocab_size or 2, (rows, length), device=self._device)
-        return torch.randn(
-            rows, length, self._model.hidden_size, dtype=self._dtype, device=self._device, requires_grad=True
-        )
-
-
-def _sums(modules: Sequence[nn.Module]) -> AccumulatedGradients:
-    """The fp32 sums of bf16 gradients that the engine adds to, of other modules than an optimizer's."""
-    weights = {id(weight): weight for module in modules for weight in module.parameters()}
-    return AccumulatedGradients((weight, torch.zeros_like(weight, dtype=torch.float32)) for weight in weights.values())
+        shape = rows, length, self._model.hidden_size
+        return torch.randn(shape, dtype=self._dtype, device=self._device, requires_grad=True)
 
 
 class Stopwatch:
@@ -285,9 +260,8 @@ SHORT_BYTES = 2**18
 
 def nodes_of_ranks() -> Nodes:
     """Return the ranks of each node, as their launcher numbers the nodes; every rank must call it at the same time."""
-    mine = int(os.environ.get("CROSS_RANK", "0"))
-    found: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = [0] * dist.get_world_size()
+    dist.all_gather_object(found, int(os.environ.get("CROSS_RANK", "0")))
     return [[rank for rank, node in enumerate(found) if node == each] for each in sorted(set(found))]
 
 
@@ -362,12 +336,10 @@ def _points(send: Callable[[torch.Tensor], None], device: torch.device, budget_s
 def _timed(send: Callable[[torch.Tensor], None], message: torch.Tensor, count: int) -> float:
     """Seconds of one of several messages of this rank."""
     dist.barrier()
-    get_accelerator().synchronize()
-    begun = time.perf_counter()
-    for _ in range(count):
-        send(message)
-    get_accelerator().synchronize()
-    return (time.perf_counter() - begun) / count
+    with Stopwatch() as watch:
+        for _ in range(count):
+            send(message)
+    return watch.seconds / count
 
 
 def _slowest(times: list[float], device: torch.device) -> list[float]:

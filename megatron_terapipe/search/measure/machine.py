@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.launcher import free_ports
-from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, Nodes
+from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes
 from megatron_terapipe.search.price.profile import (
     FORMAT,
     LayerShape,
@@ -26,7 +26,6 @@ from megatron_terapipe.search.price.profile import (
     Profile,
     ProfiledEngine,
     ProfiledLayer,
-    ProfiledLink,
 )
 
 
@@ -160,6 +159,7 @@ def measure_together(
     """
     import torch
     import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
 
     from megatron_terapipe.search.measure.layers import (
         IsolatedRanks,
@@ -185,11 +185,14 @@ def measure_together(
 
         def is_over(run: MeasuredRun, ends: float = ends) -> bool:
             passed = (time.perf_counter() - begun) / max(budget_s, 1.0)
-            report(Progress(min(0.1 + 0.9 * passed, 1.0), _in_words(run)))
-            return _is_over(ends, device)
+            report(Progress(min(0.1 + 0.9 * passed, 1.0), str(run)))
+            # All ranks go by the clock of the first.
+            over = torch.tensor([float(time.perf_counter() > ends)], device=device)
+            dist.broadcast(over, 0)
+            return bool(over.item())
 
         ranks = IsolatedRanks(rank % size, size, own_group) if size > 1 else IsolatedRanks()
-        timer = LayerTimer(sizes.model, ranks, dtype, device)
+        timer = LayerTimer(sizes.model, dtype, device)
         built = build_layers(sizes.model, ranks, dtype, device, recompute=recompute)
         for layers, found in timer.points(built, list(sizes.runs(size, recompute)), is_over):
             points[layers.shape, size, recompute] = found
@@ -202,7 +205,21 @@ def measure_together(
         )
         for (shape, size, recompute), found in points.items()
     )
-    report(_profile(sizes.precision, profiled, tuple(links), engine, nodes))
+    name = get_accelerator().device_name()
+    report(
+        Profile(
+            format=FORMAT,
+            device=_processor() if name == "cpu" else str(torch.cuda.get_device_name()),
+            accelerator=name,
+            num_devices=max(map(len, nodes)),
+            num_nodes=len(nodes),
+            precision=sizes.precision,  # type: ignore[arg-type]
+            software={package: version(package) for package in ("torch", "deepspeed", "numpy")},
+            layers=profiled,
+            links=tuple(links),
+            engine=engine,
+        )
+    )
 
 
 def _join() -> Any:
@@ -224,41 +241,6 @@ def _join() -> Any:
     return torch.device(accelerator.current_device_name())
 
 
-def _is_over(deadline: float, device: Any) -> bool:
-    """Whether the first rank's time is over: all must agree."""
-    import torch
-    import torch.distributed as dist
-
-    over = torch.tensor([float(time.perf_counter() > deadline)], device=device)
-    dist.broadcast(over, 0)
-    return bool(over.item())
-
-
-def _profile(
-    precision: str,
-    layers: tuple[ProfiledLayer, ...],
-    links: tuple[ProfiledLink, ...],
-    engine: ProfiledEngine | None,
-    nodes: Nodes,
-) -> Profile:
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    name = get_accelerator().device_name()
-    return Profile(
-        format=FORMAT,
-        device=_processor() if name == "cpu" else str(torch.cuda.get_device_name()),
-        accelerator=name,
-        num_devices=max(map(len, nodes)),
-        num_nodes=len(nodes),
-        precision=precision,  # type: ignore[arg-type]
-        software={package: version(package) for package in ("torch", "deepspeed", "numpy")},
-        layers=layers,
-        links=links,
-        engine=engine,
-    )
-
-
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -266,11 +248,3 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _in_words(run: MeasuredRun) -> str:
-    recompute = ", recomputing" if run.recompute != "none" else ""
-    return (
-        f"{run.micro_batch_size} sequences in {run.num_token_slices} token slices, tensor-parallel size "
-        f"{run.tensor_parallel_size}{recompute}"
-    )

@@ -58,8 +58,13 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
                 continue
             message += part[1:]
             if part[0] == LAST:
-                yield _of_message(json.loads(_decoded(message)))
-                message = ""
+                found, message = json.loads(_decoded(message)), ""
+                if "error" in found:
+                    raise ConfigError(found["error"])
+                if "progress" in found:
+                    yield Progress(**found["progress"])
+                else:
+                    yield parse_profile(found["profile"], "the profile of the first rank")
         if code := process.wait():
             print(*others, sep="\n", file=sys.stderr, flush=True)
             raise ConfigError(f"the ranks on {hostfile} could not measure (exit code {code}): see the lines above")
@@ -78,14 +83,6 @@ def lines_of(message: dict[str, Any]) -> Iterator[str]:
     yield f"{MARK}{LAST}{parts[-1]}"
 
 
-def _of_message(message: dict[str, Any]) -> Progress | Profile:
-    if "error" in message:
-        raise ConfigError(message["error"])
-    if "profile" in message:
-        return parse_profile(message["profile"], "the profile of the first rank")
-    return Progress(**message["progress"])
-
-
 def _encoded(text: str) -> str:
     """Return a text as letters and digits, which pass every shell and launcher as they are."""
     return base64.urlsafe_b64encode(text.encode()).decode()
@@ -97,6 +94,8 @@ def _decoded(text: str) -> str:
 
 def main(word: str) -> int:
     """Measure the sizes in a word of the command line, and return the exit code; the first rank prints the profile."""
+    import torch.distributed as dist
+
     sizes, begun = sizes_of(word), time.perf_counter()
     engine = None
     try:
@@ -105,20 +104,13 @@ def main(word: str) -> int:
             report(Progress(0.0, "the engine"))
             engine = engine_here(sizes, int(os.environ["LOCAL_SIZE"]))
         measure_together(report, sizes, sizes.budget_s - (time.perf_counter() - begun), engine)
-        _close_groups()
+        # Threads of a group that stays open can abort the end of the process.
+        dist.barrier()
+        dist.destroy_process_group()
     except UserError as error:
         print(*lines_of({"error": str(error)}), sep="\n", flush=True)
         return 2
     return 0
-
-
-def _close_groups() -> None:
-    """Close the groups of this rank. Threads of a group that stays open can abort the end of the process."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def report(found: Any) -> None:

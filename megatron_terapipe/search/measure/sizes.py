@@ -1,7 +1,7 @@
 """Sizes of layers and messages to measure, the most informative first, and the classes of links between ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -34,15 +34,10 @@ class MeasuredSizes:
 
     def __post_init__(self) -> None:
         for size in self.tensor_parallel_sizes:
-            for noun, number in (
-                ("heads", self.model.num_attention_heads),
-                *(("key and value heads", block.num_key_value_heads) for block in self.model.blocks),
-                *(("numbers of the MLP", block.ffn_hidden_size) for block in self.model.blocks),
-            ):
-                if number % size:
-                    raise ConfigError(
-                        f"--tensor-parallel-size {size} does not divide the {number} {noun} of the model: leave it out"
-                    )
+            if (undivided := undivided_number(self.model, size)) is not None:
+                raise ConfigError(
+                    f"--tensor-parallel-size {size} does not divide the {undivided} of the model: leave it out"
+                )
         for number in self.nums_token_slices:
             if self.model.seq_length % number:
                 raise ConfigError(
@@ -53,16 +48,15 @@ class MeasuredSizes:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "MeasuredSizes":
         """Return the sizes that `to_json` wrote."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
-        }
-        values["model"] = ModelConfig(**document["model"])
+        values: dict[str, Any] = dict(document, model=ModelConfig(**document["model"]))
+        values |= {name: tuple(value) for name, value in document.items() if isinstance(value, list)}
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of these sizes."""
-        model = {name: value for name, value in asdict(self.model).items() if name != "model_preset"}
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"model": model}
+        document = asdict(self)
+        del document["model"]["model_preset"]
+        return document
 
     def runs(self, tensor_parallel_size: int, recompute: str) -> Iterator["MeasuredRun"]:
         """Runs of one size of the ranks, first the extremes, between which times are interpolated."""
@@ -77,7 +71,7 @@ class MeasuredSizes:
 
         Layers are built for them before sizes of micro-batches and token slices are run through.
         """
-        modes = [(mode, size) for mode in ("none", "selective") for size in self.tensor_parallel_sizes]
+        modes = [(mode, size) for mode in WEIGHT_OF_MODE for size in self.tensor_parallel_sizes]
         weights = [WEIGHT_OF_MODE[mode] for mode, _ in modes]
         for index, (mode, size) in enumerate(modes):
             yield size, mode, weights[index] / sum(weights[index:])
@@ -91,6 +85,19 @@ class MeasuredRun:
     micro_batch_size: int
     num_token_slices: int
     recompute: str
+
+    def __str__(self) -> str:
+        cut = f"{self.micro_batch_size} sequences in {self.num_token_slices} token slices"
+        recompute = ", recomputing" if self.recompute != "none" else ""
+        return f"{cut}, tensor-parallel size {self.tensor_parallel_size}{recompute}"
+
+
+def undivided_number(model: ModelConfig, size: int) -> str | None:
+    """Return a number of a model that tensor-parallel ranks do not divide, and its name; None if they divide all."""
+    numbers = [("heads", model.num_attention_heads)]
+    numbers += [("key and value heads", block.num_key_value_heads) for block in model.blocks]
+    numbers += [("numbers of the MLP", block.ffn_hidden_size) for block in model.blocks]
+    return next((f"{number} {noun}" for noun, number in numbers if number % size), None)
 
 
 def default_numbers_of_token_slices(seq_length: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def measure() -> Found:
     device, found = torch.device("cpu"), {}
     for size, recompute in RUNS:
         ranks = measuring.IsolatedRanks(dist.get_rank() % size, size, alone)
-        timer = measuring.LayerTimer(MODEL, ranks, torch.float32, device)
+        timer = measuring.LayerTimer(MODEL, torch.float32, device)
         run = MeasuredRun(size, 2, 4, recompute)
         built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
         points = timer.points(built, [run, LONGER], lambda run: False)
