@@ -7,6 +7,7 @@ leaves the headroom free, counted exactly.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -141,39 +142,28 @@ def _remedies(
     if problem.software.can_run(GRADIENTS, ROUNDED) and ROUNDED not in constraints.get(GRADIENTS, ()):
         # No search rounds them unasked, since a run's numbers change.
         yield from fitting(GRADIENTS, ROUNDED, problem, {**constraints, GRADIENTS: (ROUNDED,)})
-    changes_of: tuple[tuple[RemedyKind, Iterator[tuple[int, SearchProblem]]], ...] = (
-        ("devices", _larger_clusters(problem)),
-        ("seq_length", _shorter(problem)),
-        ("global_batch_size", _smaller_batches(problem)),
-    )
-    for kind, changes in changes_of:
-        tried = (fitting(kind, value, changed, constraints) for value, changed in changes)
+    for _, changes in groupby(_changes(problem), key=lambda change: change[0]):
+        tried = (fitting(kind, value, changed, constraints) for kind, value, changed in changes)
         yield from next(filter(None, tried), [])
 
 
-def _larger_clusters(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
-    """Yield the question on more and more nodes; those of a mixed cluster all grow by the same factor."""
+def _changes(problem: SearchProblem) -> Iterator[tuple[RemedyKind, int, SearchProblem]]:
+    """Yield kind, value and the question with it: more and more nodes, shorter and shorter sequences, smaller batches.
+
+    All nodes of a mixed cluster grow by the same factor. A model that is a list of layers keeps its sequences.
+    """
     nodes = problem.cluster.nodes
     for times in TIMES_THE_NODES:
         whole = round(times * len(nodes))
-        if whole <= len(nodes) or (not problem.cluster.is_uniform and times != int(times)):
-            continue
-        cluster = replace(problem.cluster, nodes=tuple(nodes[index % len(nodes)] for index in range(whole)))
-        yield cluster.num_devices, replace(problem, cluster=cluster)
-
-
-def _shorter(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
-    """Yield the question with a half of the sequence, a quarter, ...; nothing for a model that is a list of layers."""
+        if whole > len(nodes) and (problem.cluster.is_uniform or times == int(times)):
+            cluster = replace(problem.cluster, nodes=tuple(nodes[index % len(nodes)] for index in range(whole)))
+            yield "devices", cluster.num_devices, replace(problem, cluster=cluster)
     config, length = problem.workload.config, problem.workload.seq_length
     imbalance = IMBALANCE if problem.workload.experts is None else problem.workload.experts.imbalance
     while config is not None and (length := length // 2) >= LEAST_SEQ_LENGTH:
         shorter = gpt_workload(replace(config, seq_length=length), imbalance=imbalance)
-        yield length, replace(problem, workload=shorter)
-
-
-def _smaller_batches(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
-    """Yield the question with a half of the batch, a quarter, an eighth."""
+        yield "seq_length", length, replace(problem, workload=shorter)
     for part in (2, 4, 8):
         if problem.global_batch_size % part == 0:
             batch = problem.global_batch_size // part
-            yield batch, replace(problem, global_batch_size=batch)
+            yield "global_batch_size", batch, replace(problem, global_batch_size=batch)

@@ -2,11 +2,10 @@
 
     file -> entries (pydantic) -> groups of equal nodes, completed from the library -> Cluster, notes
 
-Notes name the fields that the library filled in, and figures that look like another unit: links sold by the sum of
-both directions, products with sparsity, cards in bits per second. Such figures are used as they are.
+Notes name the fields that the library filled in, and figures that look like another unit, which are used as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -56,60 +55,54 @@ LINE_RATES = (1, 2.5, 5, 10, 20, 25, 40, 50, 56, 100, 200, 400, 800)
 """Gbit/s of network cards that are sold."""
 
 
-def inside_note(device: Device, inside: Link) -> str | None:
-    """Return a note if a link inside a node is faster than in the device's usual machine."""
+def inside_notes(device: Device, inside: Link) -> Iterator[str]:
+    """Yield a note if a link inside a node is faster than in the device's usual machine."""
     if not _is_known(device):
-        return None
+        return
     machine = library.usual_machine(device.name)
     usual, given = machine.node.inside.bandwidth / GIGABYTE, inside.bandwidth / GIGABYTE
-    if given < usual * (2 - 2 * CLOSE):
-        return None
     if _is_close(given, 2 * usual):
-        return (
+        yield (
             f"inside {given:g} GB/s of {device.name} nodes is the sum of both directions, as links are sold: "
             f"bandwidths count one direction, so write {usual:g} GB/s"
         )
-    return (
-        f"inside {given:g} GB/s of {device.name} nodes is {given / usual:.2g} times that of a {machine.name}, which "
-        f"has {usual:g} GB/s in one direction: check it"
-    )
+    elif given > 2 * usual:
+        yield (
+            f"inside {given:g} GB/s of {device.name} nodes is {given / usual:.2g} times that of a {machine.name}, "
+            f"which has {usual:g} GB/s in one direction: check it"
+        )
 
 
-def network_note(network: Link) -> str | None:
-    """Return a note if no network card has such a bandwidth, as if bits were given as bytes."""
+def network_notes(network: Link) -> Iterator[str]:
+    """Yield a note if no network card has such a bandwidth, as if bits were given as bytes."""
     given = network.bandwidth / GIGABIT
     if given > LINE_RATES[-1] * (1 + CLOSE):
-        return (
+        yield (
             f"network {given:g} Gbit/s ({given / 8:g} GB/s) is more than one card has: give the bandwidth of one card, "
             "their number in cards, and mind that cards are sold in Gbit/s"
         )
-    if not _is_line_rate(given) and _is_line_rate(8 * given):
-        return (
+    elif not _is_line_rate(given) and _is_line_rate(8 * given):
+        yield (
             f"network {given:g} Gbit/s is the rate of no card, and {given:g} GB/s is that of a card of {8 * given:g} "
             "Gbit/s: check the unit"
         )
-    return None
 
 
-def sparsity_note(device: Device) -> str | None:
-    """Return a note if a device of the library has twice its FLOP/s of dense products."""
-    if not _is_known(device):
-        return None
-    dense = library.device(device.name).half_flops / 1e12
-    if not _is_close(device.half_flops / 1e12, 2 * dense):
-        return None
-    return (
-        f"half_flops {device.half_flops / 1e12:g} TFLOP/s of {device.name} counts sparsity: write {dense:g} TFLOP/s, "
-        "that of dense products"
-    )
+def device_notes(device: Device) -> Iterator[str]:
+    """Yield a note if a device of the library has twice its FLOP/s of dense products, or if its figures are a guess."""
+    if _is_known(device):
+        dense = library.device(device.name).half_flops / 1e12
+        if _is_close(device.half_flops / 1e12, 2 * dense):
+            yield (
+                f"half_flops {device.half_flops / 1e12:g} TFLOP/s of {device.name} counts sparsity: write {dense:g} "
+                "TFLOP/s, that of dense products"
+            )
+    if library.is_guess(device.name):
+        yield f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it"
 
 
 def _is_known(device: Device) -> bool:
-    try:
-        library.device(device.name)
-    except ConfigError:
-        return False
-    return not library.is_guess(device.name)
+    return library.find_device(device.name) is not None and not library.is_guess(device.name)
 
 
 def _is_close(given: float, figure: float) -> bool:
@@ -122,11 +115,6 @@ def _is_line_rate(gigabits: float) -> bool:
 
 NodeCount = Annotated[int, Field(ge=1, le=MOST_NODES)]
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
-
-
-def _short_for(name: str) -> BeforeValidator:
-    """Read text as an object with one field of that value."""
-    return BeforeValidator(lambda value: {name: value} if isinstance(value, str) else value)
 
 
 def _link(value: object) -> object:
@@ -191,7 +179,11 @@ class HostEntry(Entry):
     bandwidth: Bandwidth | None = None
 
 
-DeviceOrName = Annotated[DeviceEntry, _short_for("like"), OrText("Name of a device of the library.")]
+DeviceOrName = Annotated[
+    DeviceEntry,
+    BeforeValidator(lambda value: {"like": value} if isinstance(value, str) else value),
+    OrText("Name of a device of the library."),
+]
 
 
 class NodeParts(Entry):
@@ -223,10 +215,6 @@ class ClusterEntry(Entry):
     overrides: dict[str, NodeParts] = Field(default_factory=dict)
 
 
-PARTS = {"devices": "number of devices", "inside": "links inside", "network": "network"}
-"""Fields that the library may fill in, in words."""
-
-
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
     """Nodes that differ by their names only."""
@@ -240,10 +228,7 @@ class NodeGroup:
     @classmethod
     def of_machine(cls, machine: Machine, device: Device, *notes: str) -> "NodeGroup":
         """Return a node of the library, perhaps with another device."""
-        found = [*notes, *_some(sparsity_note(device))]
-        if library.is_guess(device.name):
-            found.append(f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it")
-        return cls(replace(machine.node, device=device), notes=tuple(found))
+        return cls(replace(machine.node, device=device), notes=(*notes, *device_notes(device)))
 
     @classmethod
     def of_library(cls, name: str, where: str) -> "NodeGroup":
@@ -255,10 +240,6 @@ class NodeGroup:
         device = library.device(name, where)
         machine = library.usual_machine(name)
         return cls.of_machine(machine, device, library_note(["links"], device, machine))
-
-
-def _some(note: str | None) -> list[str]:
-    return [] if note is None else [note]
 
 
 def library_note(missing: Sequence[str], device: Device, machine: Machine) -> str:
@@ -315,14 +296,14 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
         node = replace(node, num_devices=entry.devices)
     if entry.inside is not None:
         node = replace(node, inside=_with_fields(node.inside, entry.inside))
-        notes += _some(inside_note(node.device, node.inside))
+        notes += inside_notes(node.device, node.inside)
     if entry.network is not None:
         given, network = entry.network, _with_fields(node.network, entry.network)
         cards = node.num_network_cards if keeps_cards or given.bandwidth is None else 1
         if keeps_cards and cards > 1 and given.bandwidth is not None and given.cards is None:
             notes.append(f"the network is read as that of each of the {cards} cards of the machine: give cards if not")
         node = replace(node, network=network, num_network_cards=given.cards or cards)
-        notes += _some(network_note(network))
+        notes += network_notes(network)
     if entry.host is not None:
         node = replace(node, host=_with_fields(node.host, entry.host))
     return replace(group, node=node, notes=tuple(notes))
@@ -341,7 +322,8 @@ def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> Nod
         return NodeGroup.of_machine(machine, device or machine.node.device)
     if device is None or usual is None:
         raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
-    missing = [words for name, words in PARTS.items() if getattr(entry, name) is None]
+    parts = {"devices": "number of devices", "inside": "links inside", "network": "network"}
+    missing = [words for name, words in parts.items() if getattr(entry, name) is None]
     return NodeGroup.of_machine(usual, device, *([library_note(missing, device, usual)] if missing else []))
 
 
@@ -417,7 +399,7 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
         missing.append("network")
     notes = [library_note(missing, device, machine)] if missing else []
     if flat.intra_node_GBps is not None:
-        notes += _some(inside_note(device, node.inside))
+        notes += inside_notes(device, node.inside)
     sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
     nodes = tuple(replace(node, name=f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
     return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), tuple(notes)
@@ -456,19 +438,7 @@ def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...
     if is_flat(document):
         return read_flat(read_entry(FlatCluster, document, where), where)
     cluster = read_entry(ClusterEntry, document, where)
-    return _cluster(read_groups(cluster, where), cluster.name or where.rpartition("/")[2].rpartition(".")[0])
-
-
-def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tuple[str, ...]]:
-    if device is None:
-        raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")
-    hosts = parse_hostfile(text, path)
-    group = NodeGroup.of_library(device, "--device")
-    nodes = tuple(replace(group.node, name=host.name, num_devices=host.slots) for host in hosts if host.slots)
-    return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)
-
-
-def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ...]]:
+    groups, name = read_groups(cluster, where), cluster.name or where.rpartition("/")[2].rpartition(".")[0]
     # Before any node is made.
     check_num_devices(sum(len(group.hosts) * group.node.num_devices for group in groups), name)
     nodes = {}
@@ -478,3 +448,12 @@ def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ..
         nodes[host] = replace(node, name=host)
     notes = [note for each in groups for note in each.notes]
     return Cluster(nodes=tuple(nodes.values()), name=name), tuple(dict.fromkeys(notes))
+
+
+def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tuple[str, ...]]:
+    if device is None:
+        raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")
+    hosts = parse_hostfile(text, path)
+    group = NodeGroup.of_library(device, "--device")
+    nodes = tuple(replace(group.node, name=host.name, num_devices=host.slots) for host in hosts if host.slots)
+    return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)

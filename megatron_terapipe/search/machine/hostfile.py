@@ -50,10 +50,15 @@ def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
                 f"{file}: line {number} of the hostfile, {short(line)}, is not HOST slots=N as DeepSpeed reads it: "
                 "write so, N being its devices; a cluster file is JSON, or YAML with the ending .yaml"
             )
-        check_host_name(match[1], f"{file}: line {number} of the hostfile")
+        where = f"{file}: line {number} of the hostfile"
+        check_host_name(match[1], where)
         if match[1] in hosts:
-            raise ConfigError(f"{file}: line {number} of the hostfile names host {match[1]} again: keep one line")
-        hosts[match[1]] = Host(match[1], _slots(match[2], f"{file}: line {number} of the hostfile"), match[3].strip())
+            raise ConfigError(f"{where} names host {match[1]} again: keep one line")
+        # The length first: Python does not read numbers of thousands of digits.
+        if len(match[2].lstrip("0")) > 9 or int(match[2]) > MOST_DEVICES:
+            more = f"has {short(match[2])} slots, more than {MOST_DEVICES}"
+            raise ConfigError(f"{where} {more}: give the devices of the host")
+        hosts[match[1]] = Host(match[1], int(match[2]), match[3].strip())
     if not hosts:
         raise ConfigError(f"{file} is a hostfile that names no host: write a line HOST slots=N for each")
     if not any(host.slots for host in hosts.values()):
@@ -83,14 +88,6 @@ def _lines(text: str) -> Iterable[tuple[int, str]]:
         content = line.strip()
         if content and not content.startswith("#"):
             yield number, content
-
-
-def _slots(digits: str, where: str) -> int:
-    # The length first: Python does not read numbers of thousands of digits.
-    slots = int(digits) if len(digits.lstrip("0")) < 9 else None
-    if slots is None or slots > MOST_DEVICES:
-        raise ConfigError(f"{where} has {short(digits)} slots, more than {MOST_DEVICES}: give the devices of the host")
-    return slots
 
 
 def _some(words: list[str]) -> str:

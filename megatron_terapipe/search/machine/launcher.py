@@ -59,9 +59,6 @@ def check_remote_words(words: Iterable[str], folder: Path | None = None) -> None
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a launcher that may have started this process."""
 
-SENT = "MLFLOW"
-"""Begin of variables that DeepSpeed sends to other hosts and prints, passwords among them; the trainer reads none."""
-
 LISTENING_PORTS = range(20_000, 32_768)
 """Ports below those that systems give to outgoing connections, one of which may take a free port before it is used."""
 
@@ -79,9 +76,11 @@ def launcher() -> str:
 
 def variables(*, on_cpu: bool) -> dict[str, str]:
     """Return the environment of a launch: this process's, without a launcher's variables, and MLflow's passwords."""
-    found = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
-    found = {name: value for name, value in found.items() if not name.startswith(SENT)}
-    return found | ({"DS_ACCELERATOR": "cpu"} if on_cpu else {})
+    # DeepSpeed sends MLflow's variables to other hosts and prints them; the trainer reads none.
+    found = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
+    return {name: found[name] for name in found if name not in OF_A_LAUNCHER} | (
+        {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
+    )
 
 
 def free_port() -> int:

@@ -149,32 +149,24 @@ def device(name: str, where: str = "device") -> Device:
 
     Upper and lower case, blanks, `-`, `_` and a leading NVIDIA, AMD or Tesla make no difference.
     """
-    return library_device(name, where).device
-
-
-def library_device(name: str, where: str = "device") -> LibraryDevice:
-    """Return a device with its source and its usual machine; see `device`."""
-    key = _key(name)
-    for entry in DEVICES.values():
-        if key in map(_key, (entry.device.name, *entry.aliases)):
-            return entry
-    every = [spelling for entry in DEVICES.values() for spelling in (entry.device.name, *entry.aliases)]
-    remedy = suggestion(name, every)
+    if (entry := find_device(name)) is not None:
+        return entry.device
+    remedy = suggestion(name, [each for entry in DEVICES.values() for each in (entry.device.name, *entry.aliases)])
     if not remedy.startswith("did you mean"):
         remedy = f"choose among {', '.join(DEVICES)}"
     raise ConfigError(f"{where} {name!r} is not in the device library: {remedy}, or describe it by its fields")
 
 
+def find_device(name: str) -> LibraryDevice | None:
+    """Return a device with its source and its usual machine; None if the library does not have it. See `device`."""
+    key = _key(name)
+    return next((each for each in DEVICES.values() if key in map(_key, (each.device.name, *each.aliases))), None)
+
+
 def names_one_device(name: str, other: str) -> bool:
     """Whether two names are of one device; names outside of the library are compared as spelled."""
-
-    def found(spelled: str) -> str:
-        try:
-            return library_device(spelled).device.name
-        except ConfigError:
-            return _key(spelled)
-
-    return found(name) == found(other)
+    first, second = find_device(name), find_device(other)
+    return _key(name) == _key(other) if first is None else first is second
 
 
 def machine(name: str, where: str = "machine") -> Machine:
@@ -187,18 +179,14 @@ def machine(name: str, where: str = "machine") -> Machine:
 
 def usual_machine(name: str) -> Machine:
     """Return the machine with the default links of a device."""
-    try:
-        return MACHINES[library_device(name).machine]
-    except ConfigError:
-        return MACHINES["pcie-4"]
+    entry = find_device(name)
+    return MACHINES["pcie-4" if entry is None else entry.machine]
 
 
 def needs_fp16(name: str) -> bool:
     """Whether the tensor cores of a device have fp16 and no bf16: those before Ampere."""
-    try:
-        return library_device(name).source in ("P100", "V100", "T4", "RTX 20")
-    except ConfigError:
-        return False
+    entry = find_device(name)
+    return entry is not None and entry.source in ("P100", "V100", "T4", "RTX 20")
 
 
 def smallest_device_with(memory_bytes: float) -> Device | None:

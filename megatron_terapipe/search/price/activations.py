@@ -11,7 +11,6 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import SCORES_AT_ONCE, longest_in_window
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, result
@@ -21,11 +20,8 @@ from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, routed_activation_bytes
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
-from megatron_terapipe.search.price.layer_times import held_rows, key_heads
+from megatron_terapipe.search.price.layer_times import Numbers, ScalarOrArray, held_rows, key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
-
-Numbers = NDArray[np.float64]
-ScalarOrArray = Numbers | float
 
 LOSS_BYTES = 4
 """Bytes that the loss keeps of each logit: it computes in fp32 (Korthikanti section 4.3: 4sbv)."""

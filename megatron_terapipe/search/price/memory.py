@@ -24,7 +24,6 @@ from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.activations import (
     Held,
     LayerMemory,
-    ScalarOrArray,
     StageBytes,
     TokenMemory,
     logit_limits,
@@ -34,7 +33,7 @@ from megatron_terapipe.search.price.activations import (
     steady_micro_batches,
 )
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, constant
-from megatron_terapipe.search.price.layer_times import key_heads
+from megatron_terapipe.search.price.layer_times import ScalarOrArray, key_heads
 from megatron_terapipe.search.price.prediction import RankMemory
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy
 from megatron_terapipe.search.price.workload import Layer, Workload

@@ -97,18 +97,10 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of a prediction."""
-        return {
-            "iteration_time_s": self.iteration_time_s,
-            "interval_s": None if self.interval_s is None else list(self.interval_s),
-            "interval_coverage": self.interval_coverage,
-            "bubble_ratio": self.bubble_ratio,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "breakdown": {
-                name: seconds
-                for name, seconds in asdict(self.breakdown).items()
-                if seconds or name not in OPTIONAL_PARTS
-            },
-            "memory_per_rank": [{**asdict(rank), "total": rank.total} for rank in self.memory],
-            "simulated": self.simulated,
-            "notes": list(self.notes),
-        }
+        found = asdict(self) | {"peak_memory_bytes": self.peak_memory_bytes}
+        del found["memory"]
+        found["memory_per_rank"] = [{**asdict(rank), "total": rank.total} for rank in self.memory]
+        for name in OPTIONAL_PARTS:
+            if not found["breakdown"][name]:
+                del found["breakdown"][name]
+        return found

@@ -16,16 +16,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, is_model_folder
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile, refuse_experts
 from megatron_terapipe.search.machine.documents import parse_text, short, suggestion
-from megatron_terapipe.search.machine.entries import (
-    MOST,
-    Count,
-    CountOrNone,
-    Entry,
-    Text,
-    fault,
-    place,
-    read_entry,
-)
+from megatron_terapipe.search.machine.entries import MOST, Count, CountOrNone, Entry, Text, fault, place, read_entry
 from megatron_terapipe.search.price.workload import (
     Attention,
     Layer,
@@ -108,12 +99,9 @@ class LayerEntry(Entry):
     def layer(self, where: str) -> Layer:
         """Return the layer; `where` is the place of the entry, for errors."""
         products = tuple(Product(**dict(each)) for each in self.products)
-        given = self.attention
-        attention = (
-            None
-            if given is None
-            else Attention(**dict(given) | {"key_value_heads": given.key_value_heads or given.query_heads})
-        )
+        attention = None
+        if (given := self.attention) is not None:
+            attention = Attention(**dict(given) | {"key_value_heads": given.key_value_heads or given.query_heads})
         weights = sum(product.weights for product in products)
         parameters = weights if self.parameters is None else self.parameters
         for name in ("unshared_parameters", "shared_parameters"):
@@ -137,25 +125,6 @@ class LayeredEntry(Entry):
     layers: list[LayerEntry] = Field(min_length=1)
     first_dealt_layer: CountOrNone = 0
     end_dealt_layer: Count | None = None
-
-
-def _layers(model: LayeredEntry, file: str) -> tuple[Layer, ...]:
-    layers: list[Layer] = []
-    total = sum(entry.repeat for entry in model.layers)
-    if total > MOST_LAYERS:
-        raise ConfigError(f"{place(file, 'layers')}: {total} layers are more than {MOST_LAYERS:,}: repeat fewer")
-    for index, entry in enumerate(model.layers):
-        layers += [entry.layer(place(file, "layers", index))] * entry.repeat
-    shared: dict[str, int] = {}
-    for layer in layers:
-        if layer.shared_weight is not None:
-            entries = shared.setdefault(layer.shared_weight, layer.shared_parameters)
-            if entries != layer.shared_parameters:
-                raise ConfigError(
-                    f"{place(file, 'layers')}: shared weight {layer.shared_weight!r} has {entries} entries in one "
-                    f"layer and {layer.shared_parameters} in another: make shared_parameters agree"
-                )
-    return tuple(layers)
 
 
 def _gpt_entry() -> type[Entry]:
@@ -228,7 +197,11 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
             )
         return _layered(read_entry(LayeredEntry, document, where), where)
     if isinstance(document, Mapping) and "model_type" in document:
-        given = _of_hugging_face(document, where)
+        file = SettingsFile(document, where)
+        family = family_named(file.value("model_type", WORD), where)
+        family.read(file)
+        found = family.fields(file)
+        given = {"name": family.name, "seq_length": found["max_position_embeddings"], **found}
     else:
         _refuse_other_models(document, where)
         given = read_entry(GptEntry, document, where).model_dump(exclude_none=True)
@@ -243,7 +216,9 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     try:
         model = ModelConfig(**settings)
     except UserError as error:
-        raise ConfigError(f"{where}: {_as_fields(str(error))}") from None
+        # Fields of a file in place of flags.
+        words = re.sub(r"--([a-z][\w-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
+        raise ConfigError(f"{where}: {words}") from None
     return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
 
 
@@ -259,24 +234,28 @@ def _refuse_other_models(document: object, where: str) -> None:
         )
 
 
-def _of_hugging_face(document: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a `config.json`; the default length of sequences is the number of positions."""
-    file = SettingsFile(document, where)
-    family = family_named(file.value("model_type", WORD), where)
-    family.read(file)
-    found = family.fields(file)
-    return {"name": family.name, "seq_length": found["max_position_embeddings"], **found}
-
-
 def _layered(given: LayeredEntry, where: str) -> Workload:
-    layers = _layers(given, where)
+    layers: list[Layer] = []
+    total = sum(entry.repeat for entry in given.layers)
+    if total > MOST_LAYERS:
+        raise ConfigError(f"{place(where, 'layers')}: {total} layers are more than {MOST_LAYERS:,}: repeat fewer")
+    for index, entry in enumerate(given.layers):
+        layers += [entry.layer(place(where, "layers", index))] * entry.repeat
+    shared: dict[str | None, int] = {}
+    for layer in layers:
+        entries = shared.setdefault(layer.shared_weight, layer.shared_parameters)
+        if layer.shared_weight is not None and entries != layer.shared_parameters:
+            raise ConfigError(
+                f"{place(where, 'layers')}: shared weight {layer.shared_weight!r} has {entries} entries in one "
+                f"layer and {layer.shared_parameters} in another: make shared_parameters agree"
+            )
     first, end = given.first_dealt_layer, given.end_dealt_layer or len(layers)
     if not first < end <= len(layers):
         problem = f"is not in {first + 1} to {len(layers)}"
         raise fault(place(where, "end_dealt_layer"), end, problem, "count layers from 0")
     return Workload(
         name=given.name or where.rpartition("/")[2].rpartition(".")[0],
-        layers=layers,
+        layers=tuple(layers),
         seq_length=given.seq_length,
         first_dealt=first,
         end_dealt=end,
@@ -286,8 +265,3 @@ def _layered(given: LayeredEntry, where: str) -> Workload:
 def _nearest_preset(name: str) -> str:
     remedy = suggestion(name, MODEL_PRESETS)
     return remedy if remedy.startswith("did you mean") else f"give a JSON file, or one of {', '.join(MODEL_PRESETS)}"
-
-
-def _as_fields(message: str) -> str:
-    """Return a message of the model section with fields of a file in place of flags."""
-    return re.sub(r"--([a-z][\w-]+)", lambda flag: flag[1].replace("-", "_"), message)

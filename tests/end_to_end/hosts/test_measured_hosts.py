@@ -53,7 +53,7 @@ def test_a_profile_of_two_hosts_prices_more_of_them(slow_hosts: Network, tmp_pat
     sizes = ("--micro-batch-size", "1", "--num-token-slices", "1", "--budget-s", "1")
     printed = search("measure", "model.json", "--hostfile", "hostfile", *sizes)
     assert "measuring on 2 ranks on 2 hosts, fp32" in printed
-    assert "message between nodes" in printed
+    assert "messages between nodes" in printed
     assert "links between hosts, which stay" not in printed
     profile = read_profile(str(tmp_path / "profile.json"))
     assert (profile.num_nodes, profile.num_devices) == (2, 1)
