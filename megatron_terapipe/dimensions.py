@@ -27,6 +27,9 @@ class Tried(Enum):
     SHARES_OF_EXPERTS = auto()
     """Divisors of the devices that divide the experts of every layer; 1 in a model without experts."""
 
+    SHARDS_OF_A_NODE = auto()
+    """None, and on several nodes the divisors of the devices of one, from 2."""
+
 
 Placed = tuple[int, str]
 """A place among the dimensions in some view, lowest first, and the words there."""
@@ -126,14 +129,14 @@ class Dimension:
         return values
 
     def _whole_numbers(self, text: str, allowed: Sequence[Any]) -> tuple[int, ...]:
-        values, least, most = _numbers(text), self.least, max(allowed, default=None)
-        if values and min(values) >= least and (most is None or max(values) <= most):
+        values, least = _numbers(text), self.least
+        if values and min(values) >= least and (not allowed or set(values) <= set(allowed)):
             return values
         if len(allowed) == 1:
-            raise ConfigError(f"{self.flag} {text} is not {most}, the only value that can be priced: write {most}")
-        upto = f"from {least}" if most is None else f"from {least} to {most}"
+            raise ConfigError(f"{self.flag} {text} is not {allowed[0]}, the only value that can be priced: write it")
+        which = f"among {', '.join(map(str, allowed))}" if allowed else f"from {least}"
         raise ConfigError(
-            f"{self.flag} {text} is not whole numbers {upto} with commas between them: write {least},{least + 1}"
+            f"{self.flag} {text} is not whole numbers {which} with commas between them: write {least},{least + 1}"
         )
 
     def _words(self, text: str, choices: Sequence[str]) -> tuple[str, ...]:

@@ -35,7 +35,6 @@ SOLVED = "solved"
 
 WHOLE_LAYERS = ("none", "selective", "full")
 RECOMPUTE = (*WHOLE_LAYERS, "stage")
-ZERO_STAGES = (0, 1)
 KEY_VALUE_GRADIENTS = ("fp32", "bf16")
 
 MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -259,11 +258,11 @@ class Strategy:
     zero_stage: int = dimension(
         1,
         least=0,
-        trained=ZERO_STAGES,
-        priced=ZERO_STAGES,
-        tried=(1, 0),
+        trained=(0, 1),
+        priced=(0, 1, 3),
+        tried=(1, 0, 3),
         axis="zero",
-        flag_help=(12, "ZeRO stages, 0 or 1"),
+        flag_help=(12, "ZeRO stages, 0, 1 or 3"),
         label=(13, "ZeRO stage"),
         column=(11, "ZeRO"),
         dropped=4,
@@ -272,7 +271,27 @@ class Strategy:
         tie=10,
         tie_key=neg,
     )
-    """ZeRO stage."""
+    """ZeRO stage: 1 divides the optimizer state, 3 also gradients and weights, which are gathered for each forward and
+    backward (arXiv 1910.02054 section 5)."""
+
+    zero_shard_size: int | None = dimension(
+        None,
+        setting="",
+        trained=(None,),
+        tried=Tried.SHARDS_OF_A_NODE,
+        optional=True,
+        axis="zero",
+        flag_help=(12, "ranks of a group that divides the states of ZeRO, among those with the same weights"),
+        label=(14, "ranks that divide states"),
+        none="all",
+        column=(11, "shard"),
+        usual="all",
+        dropped=5,
+        phrase=(12, "states over {} ranks"),
+        tie=20,
+    )
+    """Neighbouring ranks with the same weights that divide the states of ZeRO; None = all of them. The ranks of a node
+    with stage 3 are hybrid sharding (HSDP, arXiv 2304.11277 section 3.2.2)."""
 
     stage_partition: str | tuple[int, ...] = dimension(
         "uniform",
@@ -322,6 +341,12 @@ class Strategy:
             raise ConfigError(
                 f"strategy: global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size x "
                 f"data_parallel_size = {sequences}: change one of them"
+            )
+        copies = self.data_parallel_size * self.sequence_parallel_size
+        if self.zero_shard_size is not None and copies % self.zero_shard_size:
+            raise ConfigError(
+                f"strategy: zero_shard_size {self.zero_shard_size} is not a divisor of data_parallel_size x "
+                f"sequence_parallel_size = {copies}: change one of them"
             )
         if self.token_slices is not None and len(self.token_slices) != self.num_token_slices:
             raise ConfigError(

@@ -80,6 +80,11 @@ def test_cut() -> None:
         ({"global_batch_size": 7, "micro_batch_size": 2}, "strategy: global_batch_size 7 is not a multiple of micro_"),
         # Values that the trainer does not have.
         ({"schedule": "dual"}, 'strategy: schedule "dual" cannot be trained yet: use "gpipe" or "1f1b" or "interleave'),
+        (
+            {"zero_shard_size": 1, "data_parallel_size": 2},
+            "strategy: zero_shard_size 1 cannot be trained yet: use null",
+        ),
+        ({"zero_shard_size": 3, "data_parallel_size": 4}, "strategy: zero_shard_size 3 is not a divisor of "),
         ({"zero_stage": 2}, "strategy: zero_stage 2 cannot be trained yet: use 0 or 1"),
         ({"placement": [1, 0]}, "strategy: placement "),
     ],
@@ -164,7 +169,7 @@ def test_uneven_ends_and_open_choices_as_a_strategy() -> None:
         ("sequence_parallel", "on, off", (True, False)),
         ("stage_partition", "uniform,solved", ("uniform", "solved")),
         ("stage_partition", "0,0,3,6", ((0, 0, 3, 6),)),
-        ("zero_stage", "2", "--zero-stage 2 is not whole numbers from 0 to 1 "),
+        ("zero_stage", "2", "--zero-stage 2 is not whole numbers among 0, 1, 3 "),
         ("micro_batch_size", "1,x", "--micro-batch-size 1,x is not whole numbers from 1 "),
         ("token_slices", "0,4", "--token-slices 0,4 is not lengths "),
         ("schedule", "dual", "--schedule dual is not known: choose among gpipe, 1f1b, interleaved, zero-bubble, "),

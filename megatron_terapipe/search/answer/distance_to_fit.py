@@ -25,7 +25,7 @@ COUNTED_EXACTLY = 8  # strategies with the lowest bounds of memory whose memory 
 TIMES_THE_NODES = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)  # clusters that are tried, in nodes of the one that is too small
 LEAST_SEQ_LENGTH = 128  # tokens below which no sequence is proposed
 
-LEAST = {"recompute": ("full", "selective", "none"), "zero_stage": (1, 0)}
+LEAST = {"recompute": ("full", "selective", "none"), "zero_stage": (3, 1, 0), "zero_shard_size": (None,)}
 """Values of dimensions by the memory that they need, the least first."""
 
 PricingOf = Callable[[Workload, Cluster], Pricing]  # prices strategies of a model on a cluster

@@ -131,6 +131,8 @@ def _cell(dimension: Dimension, strategy: Strategy, seq_length: int) -> str:
     value = getattr(strategy, dimension.name)
     if dimension.name == "token_slices":
         return _cut(strategy, seq_length)
+    if value is None:
+        return dimension.none
     if isinstance(value, bool):
         return "yes" if value else "no"
     return _short(value) if isinstance(value, tuple) else str(value)

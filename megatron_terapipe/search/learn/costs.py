@@ -116,11 +116,6 @@ def read_costs(
             f"calibrated on {calibration.num_trials} trials of {calibration_path}{_in_words(calibration.factors)}"
         )
         notes += [f"{calibration_path}: {note}" for note in calibration.notes]
-    if software.communication.shards_weights:
-        notes.append(
-            f"{software.name} divides weights, gradients and optimizer states among data-parallel ranks, as ZeRO 3 "
-            "does; its strategies are written with ZeRO 1"
-        )
     return Costs(
         workload=workload,
         precision=precision,

@@ -333,6 +333,9 @@ class _Reader:
         software = self._once("software", of_run, lambda: _software(entry, where))
         is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
         precision = entry.precision or ("bf16" if is_bf16 else "fp16")
+        if software.can_run("zero_stage", 3) and strategy.zero_stage < 3:
+            # Trials of FSDP were written with stage 1 once.
+            strategy = replace(strategy, zero_stage=3)
         software.state(precision, strategy.zero_stage)
         if lacking := [node.device.name for node in cluster.nodes if not node.device.has_products(precision)]:
             raise fault(place(where, "precision"), precision, f"is not in the products of a {lacking[0]}", "give bf16")

@@ -7,15 +7,9 @@ trainers.py     others, all of them by name, and descriptions in files of users
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal
 
 from megatron_terapipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-ScalarOrArray: TypeAlias = "NDArray[np.float64] | float"
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 2})
 """Bytes of a number between products, by precision; with `fp8` only products of weights compute in 8 bits."""
@@ -185,10 +179,6 @@ class Communication:
     reduction_bytes: int | None = None
     """Bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by precision and ZeRO stage
     (`price.step.step_traffic`)."""
-    shards_weights: bool = False
-    """Whether data-parallel ranks keep only a part of each weight, gather it for the forward and again for the
-    backward of each micro-batch, and reduce gradients in each (ZeRO 3, arXiv 1910.02054 section 5.3; FSDP, arXiv
-    2304.11277 section 3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +194,17 @@ class StateBytes:
     step: float = 0.0
     """More while the optimizer steps; by then no activations are held."""
     divided: tuple[str, ...] = ()
-    """Names of the fields above that data-parallel ranks divide."""
+    """Names of the fields above that the ranks of a shard group divide."""
     bucket: int = 0
     """Bytes of an element of the buckets that reduce gradients and gather weights; 0 = none."""
     whole_step: float = 0.0
     """Bytes that the step reads or writes for each parameter of the rank, also for those that other data-parallel ranks
     step: the norm of gradients, and zeroing them."""
 
-    def on_rank(self, name: str, data_parallel_size: ScalarOrArray) -> ScalarOrArray:
-        """Return the bytes of a field on one rank, a number or an array as the data-parallel size [...] is."""
+    def on_rank(self, name: str, shard_size: int) -> float:
+        """Return the bytes of a field on one of the ranks that divide states."""
         each: float = getattr(self, name)
-        return each / data_parallel_size if name in self.divided else each
+        return each / shard_size if name in self.divided else each
 
     def keeping(self, gradient_bytes: int) -> "StateBytes":
         """Return the bytes with gradients of this size, and a copy in fp32 of those that a rank steps."""
@@ -224,7 +214,12 @@ class StateBytes:
         return replace(self, gradients=gradient_bytes, step=max(self.step, 4.0), divided=tuple(sorted(divided)))
 
 
-ONLY_OURS: tuple[tuple[str, tuple[int | str, ...]], ...] = (
+Values = tuple[tuple[str, tuple[int | str | None, ...]], ...]
+
+WITH_PIPELINES: Values = (("zero_stage", (0, 1)), ("zero_shard_size", (None,)))
+"""Values that DeepSpeed combines with pipelines; a part of `Software.runs`."""
+
+ONLY_OURS: Values = (
     ("sequence_parallel_size", (1,)),
     ("recompute", ("none", "selective", "full")),
     ("offload", (False,)),
@@ -248,8 +243,8 @@ class Software:
     """Bytes of parameters, for each precision and ZeRO stage."""
     bucket_elements: int
     """Elements of ZeRO's buckets, one to reduce and one to gather; a model with fewer parameters on a rank has smaller
-    ones."""
-    runs: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
+    ones. With stage 3 both have the largest layer."""
+    runs: Values = ()
     """(dimension of a strategy, values that it can run) for each dimension of which it does not run all."""
     step_bytes: float = 18.0
     """Bytes of weights, gradients and optimizer state that the step of a parameter reads or writes."""

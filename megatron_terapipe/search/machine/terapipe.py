@@ -8,6 +8,7 @@ four query heads to a key head. `--compile-pointwise never` launches more.
 from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import (
+    WITH_PIPELINES,
     AttentionCore,
     Communication,
     Operator,
@@ -83,6 +84,7 @@ TERAPIPE = Software(
     communication=Communication(
         overlaps_transfers=True, overlaps_gradient_reduction=True, sums_at_once=True, overlaps_shared_experts=True
     ),
+    runs=WITH_PIPELINES,
     selective_recomputes="norms",
     logits_at_once=LOGITS_AT_ONCE,
     loss_in_place=True,

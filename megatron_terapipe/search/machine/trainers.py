@@ -13,7 +13,7 @@
   and 97.8 ms backward, the step of its 79 million parameters 2.9 ms.
 - `fsdp`: PyTorch's fully sharded data parallelism with FlashAttention-2, other kernels eager (Zhao et al., arXiv
   2304.11277 sections 3 and 4). Weights of a layer are gathered before its forward and again before its backward, one
-  layer ahead, and gradients are reduced in fp32 under the layer before. Trials write it as ZeRO 1 without a pipeline.
+  layer ahead, and gradients are reduced in fp32 under the layer before.
 - `llm-foundry`: MosaicML's of 2023, FSDP with Triton's attention and fused losses, as in its throughput tables
   (github.com/mosaicml/llm-foundry, scripts/train/benchmarking), most of them `FULL_SHARD` and `DEFAULT`.
 - `alst`: DeepSpeed's ZeRO 3 with sequence-parallel ranks, transformers' layers and Liger's kernels (arXiv 2410.10989),
@@ -38,6 +38,7 @@ from megatron_terapipe.search.machine.entries import fault, place
 from megatron_terapipe.search.machine.software import (
     NOTHING,
     ONLY_OURS,
+    WITH_PIPELINES,
     AttentionCore,
     Communication,
     Operator,
@@ -67,6 +68,7 @@ OPERATORS = Operators(
 
 PIPELINE = (
     *ONLY_OURS,
+    *WITH_PIPELINES,
     ("schedule", ("gpipe", "1f1b", "interleaved")),
     ("num_token_slices", (1,)),
     ("stage_partition", ("uniform",)),
@@ -110,6 +112,7 @@ DEEPSPEED = replace(
     communication=replace(MEGATRON_LM.communication, reduction_bytes=None),
     runs=(
         *ONLY_OURS,
+        *WITH_PIPELINES,
         ("schedule", ("1f1b",)),
         ("num_token_slices", (1,)),
         ("stage_partition", ("uniform", "parameters")),
@@ -176,26 +179,23 @@ FSDP = Software(
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
     attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
-    communication=Communication(
-        overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4, shards_weights=True
-    ),
+    communication=Communication(overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4),
     runs=(
         ("pipeline_parallel_size", (1,)),
         ("tensor_parallel_size", (1,)),
         ("num_token_slices", (1,)),
         ("schedule", ("1f1b",)),
         ("stage_partition", ("uniform",)),
-        ("zero_stage", (1,)),
+        ("zero_stage", (3,)),
         ("sequence_parallel_size", (1,)),
         ("recompute", ("none", "full")),
         ("offload", (False,)),
     ),
-    # About one transformer layer of 7B parameters, of which the next one is gathered ahead.
-    bucket_elements=200_000_000,
+    bucket_elements=0,
     states=tuple(
         StateBytes(
             precision,
-            1,
+            3,
             weights=4,
             gradients=4,
             optimizer=8,
@@ -297,7 +297,8 @@ MEGATRON_CORE = Software(
         tensor_parallel_overlap=0.1,
         reduction_bytes=2,
     ),
-    runs=PIPELINE,
+    # Its distributed optimizer may have several instances.
+    runs=tuple(each for each in PIPELINE if each[0] != "zero_shard_size"),
     bucket_elements=40_000_000,
     # The distributed optimizer divides copies and moments, not the gradients that products add to.
     states=tuple(

@@ -27,7 +27,14 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
-from megatron_terapipe.search.price.links import BoundaryLinks, GroupTopology, LayerLinks, RankKind, sending_s
+from megatron_terapipe.search.price.links import (
+    BoundaryLinks,
+    GroupTopology,
+    LayerLinks,
+    RankKind,
+    ShardLinks,
+    sending_s,
+)
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
@@ -239,8 +246,8 @@ class StrategyBatch:
     numbers: dict[str, Floats]
     replicas: tuple[Replicas, ...]
     """Devices and links of each kind; one entry where all are alike."""
-    data: GroupTopology
-    """Links of data-parallel ranks, arrays of [P, n]."""
+    shards: ShardLinks
+    """Links of ranks with the same weights, arrays of [P, n]."""
     expert_copies: GroupTopology
     """Links of ranks with the same experts, arrays of [P, n]."""
     ends: GroupTopology
@@ -259,6 +266,7 @@ class StrategyBatch:
         sent = [model.messages(each)[0] for model, each in zip(models, placed, strict=True)]
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         bandwidths = [[min(map(reachable_bandwidth, rank)) for rank in each.groups.devices] for each in placed]
+        shards = [each.groups.shards(each.strategy.zero_shard_size) for each in placed]
         # Strategies with unlike replicas share a layout.
         unlike = placed[0].groups.by_replica
         counted = [placed] if len(unlike) == 1 else [[replace(each, groups=one) for each in placed] for one in unlike]
@@ -276,7 +284,7 @@ class StrategyBatch:
             shared=_stacked([each.counts.shared_parameters for each in placed]),
             numbers={name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS},
             replicas=tuple(Replicas.of(models, each) for each in counted),
-            data=_all_ranks([each.groups.data for each in placed], ranks),
+            shards=ShardLinks(*(_all_ranks(part, ranks) for part in zip(*shards, strict=True))),
             expert_copies=_all_ranks([each.groups.expert_copies for each in placed], ranks),
             ends=_columns([each.groups.ends.at(0) for each in placed]),
             memory_bandwidth=_stacked([np.array(rows) for rows in bandwidths], fill=1),
@@ -330,7 +338,7 @@ class StrategyBatch:
         step = step_costs(
             self.parameters,
             self.shared,
-            self.data,
+            self.shards,
             self.ends,
             self.memory_bandwidth,
             zero_stage=self.strategy.zero_stage,
@@ -341,7 +349,8 @@ class StrategyBatch:
             expert_topology=self.expert_copies,
         )
         cool_down_s = covering.cool_down_s(drains=schedule not in SPLIT_SCHEDULES)
-        reduction = exposed_reduction_s(step, covering, self.model.software.communication, efficiency, cool_down_s)
+        communication, zero_stage = self.model.software.communication, self.strategy.zero_stage
+        reduction = exposed_reduction_s(step, covering, communication, efficiency, cool_down_s, zero_stage=zero_stage)
         ends = sum(np.max(part, axis=0) for part in (reduction, step.shared_weight, step.optimizer))
         return np.asarray(makespan + ends + efficiency.iteration_s, dtype=float)
 

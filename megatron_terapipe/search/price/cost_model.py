@@ -151,7 +151,8 @@ class CostModel:
             stages: [7 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
             costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
         """
-        step = self.step(placed.counts, placed.groups, placed.strategy.zero_stage)
+        zero_stage = placed.strategy.zero_stage
+        step = self.step(placed.counts, placed.groups, zero_stage, placed.strategy.zero_shard_size)
         ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
         split = costs.weight_gradient is not None
 
@@ -174,7 +175,9 @@ class CostModel:
             num_micro_batches=micro_batches,
         )
         cool_down_s = covering.cool_down_s(drains=not split)
-        reduction = exposed_reduction_s(step, covering, self.software.communication, self.efficiency, cool_down_s)
+        reduction = exposed_reduction_s(
+            step, covering, self.software.communication, self.efficiency, cool_down_s, zero_stage=zero_stage
+        )
         blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
         waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
         copying = min(simulated.host_copy_s, waiting)
@@ -369,12 +372,14 @@ class CostModel:
             message_bytes=tuple(sizes.tolist()),
         )
 
-    def step(self, counts: LayerCounts, groups: RankGroups, zero_stage: int) -> StepCosts:
+    def step(
+        self, counts: LayerCounts, groups: RankGroups, zero_stage: int, zero_shard_size: int | None = None
+    ) -> StepCosts:
         """Return the end of the iteration, arrays of [P] seconds."""
         return step_costs(
             counts.parameters,
             counts.shared_parameters,
-            groups.data,
+            groups.shards(zero_shard_size),
             groups.ends.at(0),
             np.array([min(map(reachable_bandwidth, devices)) for devices in groups.devices]),
             zero_stage=zero_stage,

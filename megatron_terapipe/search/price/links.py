@@ -114,6 +114,15 @@ ALONE = GroupTopology(1, 1.0, 1.0, 0.0, 1.0, 0.0)
 """A group of one rank, without messages."""
 
 
+class ShardLinks(NamedTuple):
+    """Links of the ranks with the same weights."""
+
+    group: GroupTopology
+    """Between those that divide states."""
+    copies: GroupTopology = ALONE
+    """Between those with the same part."""
+
+
 class LayerLinks(NamedTuple):
     """Links between the ranks that share a layer."""
 
@@ -265,6 +274,19 @@ class RankGroups:
     def data(self) -> GroupTopology:
         """Groups of ranks with the same weights, over which gradients are reduced: data- and sequence-parallel ones."""
         return self._links(np.moveaxis(self.nodes, 3, 1).reshape(-1, self.layout.num_weight_copies))
+
+    @cached_property
+    def _known_shards(self) -> "dict[int, ShardLinks]":
+        return {self.layout.num_weight_copies: ShardLinks(self.data)}
+
+    def shards(self, size: int | None) -> "ShardLinks":
+        """Links between ranks that divide states, `size` neighbours of those with the same weights; None = all."""
+        size = size or self.layout.num_weight_copies
+        if size not in self._known_shards:
+            members = np.moveaxis(self.nodes, 3, 1).reshape(-1, self.layout.num_weight_copies // size, size)
+            copies = np.swapaxes(members, 1, 2).reshape(-1, members.shape[1])
+            self._known_shards[size] = ShardLinks(self._links(members.reshape(-1, size)), self._links(copies))
+        return self._known_shards[size]
 
     def _counted(self, groups_of_replica: int) -> NDArray[np.bool_] | None:
         """[groups] which groups are of the replicas that count, of so many in each stage of a replica; None = all."""

@@ -241,7 +241,11 @@ class MemoryModel:
         longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
         own = strategy.granularity
         states = self.states(
-            counts.parameters, counts.expert_parameters, layout=strategy.layout, zero_stage=strategy.zero_stage
+            counts.parameters,
+            counts.expert_parameters,
+            layout=strategy.layout,
+            zero_stage=strategy.zero_stage,
+            zero_shard_size=strategy.zero_shard_size,
         )
         messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
         all_ranks = states.holding(self._held(strategy, counts, activation_limit, copies), messages)
@@ -249,7 +253,13 @@ class MemoryModel:
         return [Counted(*rank) for rank in zip(*columns, strict=True)]
 
     def states(
-        self, parameters: Floats, expert_parameters: Floats | float = 0.0, *, layout: ParallelLayout, zero_stage: int
+        self,
+        parameters: Floats,
+        expert_parameters: Floats | float = 0.0,
+        *,
+        layout: ParallelLayout,
+        zero_stage: int,
+        zero_shard_size: int | None = None,
     ) -> Counted:
         """Count bytes [ranks] of weights, gradients, optimizer state, buckets and communicators.
 
@@ -264,13 +274,18 @@ class MemoryModel:
         if layout.expert_parallel_size > 1:
             groups += [layout.expert_parallel_size, layout.num_expert_copies]
         kept = ("weights", "gradients", "optimizer", "step")
+        shard_size = zero_shard_size or copies
+        bucket = (
+            self.software.bucket_elements if zero_stage < 3 else max(each.parameters for each in self.counter.kinds)
+        )
         return Counted(
             **{
-                name: parameters * state.on_rank(name, copies) + expert_parameters * state.on_rank(name, of_experts)
+                name: parameters * state.on_rank(name, shard_size) + expert_parameters * state.on_rank(name, of_experts)
                 for name in kept
             },
-            # One bucket reduces gradients, the other gathers weights.
-            buffers=2 * state.bucket * np.minimum(parameters + expert_parameters, self.software.bucket_elements)
+            # One bucket reduces gradients, the other gathers weights; with stage 3 one layer computes, and the weights
+            # of the next are gathered.
+            buffers=2 * state.bucket * np.minimum(parameters + expert_parameters, bucket)
             + np.where(np.greater(expert_parameters, 0), self._gradient_of_experts(layout.expert_parallel_size), 0.0),
             communicators=float(sum(size > 1 for size in groups)),
         )

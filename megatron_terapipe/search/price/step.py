@@ -7,7 +7,14 @@ import numpy as np
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Communication, Software
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
-from megatron_terapipe.search.price.links import ALONE, GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.price.links import (
+    ALONE,
+    GroupTopology,
+    ShardLinks,
+    all_gather_s,
+    all_reduce_s,
+    reduce_scatter_s,
+)
 
 
 class StepCosts(NamedTuple):
@@ -78,7 +85,7 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
 def step_costs(
     parameters: ScalarOrArray,
     shared_parameters: ScalarOrArray,
-    data_topology: GroupTopology,
+    shards: ShardLinks,
     ends_topology: GroupTopology,
     memory_bandwidth: ScalarOrArray,
     *,
@@ -102,17 +109,19 @@ def step_costs(
     traffic = step_traffic(software, precision, zero_stage)
     reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
     has_experts = np.greater(expert_parameters, 0)
-    reduction = reduce(traffic.reduced_bytes * parameters, data_topology, efficiency)
+    reduction = reduce(traffic.reduced_bytes * parameters, shards.group, efficiency)
+    of_part = traffic.reduced_bytes * parameters / shards.group.size
+    reduction = reduction + all_reduce_s(of_part, shards.copies, efficiency)
     late = reduction * shared_parameters / np.maximum(parameters, 1.0)
     of_experts = reduce(traffic.reduced_bytes * expert_parameters, expert_topology, efficiency)
     reduction = reduction + np.where(has_experts, of_experts, 0.0)
     stepped: ScalarOrArray = parameters + expert_parameters
     gather: ScalarOrArray = 0.0 * reduction
     if traffic.divides_step:
-        gather = all_gather_s(traffic.gathered_bytes * parameters, data_topology, efficiency)
+        gather = all_gather_s(traffic.gathered_bytes * parameters, shards.group, efficiency)
         of_experts = all_gather_s(traffic.gathered_bytes * expert_parameters, expert_topology, efficiency)
         gather = gather + np.where(has_experts, of_experts, 0.0)
-        stepped = parameters / data_topology.size + expert_parameters / expert_topology.size
+        stepped = parameters / shards.group.size + expert_parameters / expert_topology.size
     shared = np.where(
         np.greater(shared_parameters, 0),
         all_reduce_s(traffic.reduced_bytes * shared_parameters, ends_topology, efficiency),
@@ -130,18 +139,22 @@ def exposed_reduction_s(
     communication: Communication,
     efficiency: HardwareEfficiency,
     cool_down_s: ScalarOrArray = 0.0,
+    *,
+    zero_stage: int,
 ) -> ScalarOrArray:
     """Seconds of a rank's gradient reduction and weight gathering that no op hides; arguments broadcast.
 
     Reductions that overlap start as gradients are complete: the layers of the rank's stage finish one after the other
     in its last op, and their reductions run one after the other, as `deepspeed_ext.plan.programs.program` simulates
-    them. Gathers that overlap run layer by layer before the next forward of each.
+    them. Gathers that overlap run layer by layer before the next forward of each. Stage 3 gathers weights for the
+    forward and again for the backward of each micro-batch, and reduces gradients in each (ZeRO, arXiv 1910.02054
+    section 5.3; FSDP, arXiv 2304.11277 section 3).
 
     Args:
         cool_down_s: see `CoveringOps.cool_down_s`; 0 for one rank.
     """
     layers = np.maximum(ops.layers, 1.0)
-    if communication.shards_weights:
+    if zero_stage == 3:
         in_forward = exposed_under(step.weight_gather, ops.forward, efficiency)
         in_backward = exposed_under(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
         ends = (step.weight_gather + step.gradient_reduction) / layers

@@ -112,9 +112,11 @@ class GridMemory:
         for (model_chunks, place), found in counts.items():
             ranks = _ranks_to_look_at(found)
             capacity = smallest[ranks] * overheads.usable_share
-            for zero, zero_stage in enumerate(grid.zero):
+            for zero, (zero_stage, size) in enumerate(grid.zero):
                 parameters = found.parameters[ranks], found.expert_parameters[ranks]
-                states = self._model.states(*parameters, layout=grid.layout, zero_stage=zero_stage)
+                states = self._model.states(
+                    *parameters, layout=grid.layout, zero_stage=zero_stage, zero_shard_size=size
+                )
                 if only_possible and np.any(total_bytes(states, overheads) > capacity):
                     continue
                 for order, (schedule, its_model_chunks) in enumerate(grid.order):

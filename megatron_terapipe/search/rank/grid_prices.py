@@ -115,8 +115,9 @@ def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
 
     DeepSpeed adds up bf16 gradients in fp32 only under ZeRO 1 (`megatron_terapipe/training/deepspeed_config.py`).
     """
-    coarse = precision == "bf16" and 1 in grid.zero
-    return np.array([not coarse or stage == 1 for stage in grid.zero])
+    stages = [stage for stage, _ in grid.zero]
+    coarse = precision == "bf16" and 1 in stages
+    return np.array([not coarse or stage == 1 for stage in stages])
 
 
 def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:

@@ -324,7 +324,7 @@ def grid_times(
     for (model_chunks, place), found in counts.items():
         if orders := [row for row, order in enumerate(grid.order) if order[1] == model_chunks and pairs[row, place]]:
             elements = tuple(layers[index] for index in found.last_layers)
-            steps = [cost_model.step(found, groups, zero_stage) for zero_stage in grid.zero]
+            steps = [cost_model.step(found, groups, *each) for each in grid.zero]
             priced.append((place, found, elements, steps, orders))
 
     def of_replicas(alike: RankGroups) -> tuple[Floats, Floats]:
@@ -349,7 +349,7 @@ def grid_times(
                     num_micro_batches=_sizes(grid)[0],
                 )
                 for zero, step in enumerate(steps):
-                    step_s = _step_s(step, covering, found, cost_model)
+                    step_s = _step_s(step, covering, found, cost_model, grid.zero[zero][0])
                     estimate[order, place, ..., zero] = estimate_s + step_s
                     bound[order, place, ..., zero] = bound_s + step_s
         return estimate, bound
@@ -424,7 +424,7 @@ def _back(schedule: str) -> int:
     return INPUT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD
 
 
-def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: CostModel) -> Floats:
+def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: CostModel, zero_stage: int) -> Floats:
     """[B, S, R, Q] seconds after the last op.
 
     Of reductions that overlap only those of the first rank count: the others run until it is done.
@@ -434,4 +434,5 @@ def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: 
     first = StepCosts(*(float(np.broadcast_to(part, counts.parameters.shape)[0]) for part in step))
     if not communication.overlaps_gradient_reduction:
         first = first._replace(gradient_reduction=float(np.max(step.gradient_reduction)))
-    return np.asarray(exposed_reduction_s(first, covering, communication, model.efficiency) + fixed)
+    shown = exposed_reduction_s(first, covering, communication, model.efficiency, zero_stage=zero_stage)
+    return np.asarray(shown + fixed)

@@ -20,7 +20,7 @@ With h = da that is 15 u + 4 k. `tests/search/rank/test_rivals.py` holds it agai
 
 Seconds, by the op times and links that price our own strategies. Each rank computes its tokens of every layer, and a
 part of the heads for all tokens. A layer's weights are gathered before its forward and again before its backward, and
-its gradients reduced after it; all of that runs under the ops of other layers (`shards_weights`). Four exchanges turn
+its gradients reduced after it; all of that runs under the ops of other layers (ZeRO 3). Four exchanges turn
 parts of tokens into parts of heads: queries, keys and values there, the output back. The recomputation repeats them,
 and gradients go the other way. Copies of checkpoints to the host and back wait for each other and for the layer: memory
 there is not page-locked (ArcticTraining, `monkey_patches.py`, `CheckpointFunctionWithCPUOffload`). MLPs run in tiles of
@@ -43,7 +43,7 @@ from megatron_terapipe.search.machine.trainers import ALST
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery
-from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks
+from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, ShardLinks
 from megatron_terapipe.search.price.memory import MemoryOverheads, default_overheads
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import LayerPrices
@@ -278,10 +278,10 @@ class RivalTimes:
         step = step_costs(
             float(self._workload.parameters),
             0.0,
-            ranks.data.at(0),
+            ShardLinks(ranks.data.at(0)),
             ranks.ends.at(0),
             min(reachable_bandwidth(device) for device in ranks.devices[0]),
-            zero_stage=1,
+            zero_stage=3,
             precision=self._model.precision,
             software=ALST,
             efficiency=efficiency,
@@ -312,7 +312,7 @@ class RivalTimes:
         return RivalTime(
             compute_s=micro_batches * (forward + backward - exchange),
             exchange_s=micro_batches * exchange,
-            gather_s=float(exposed_reduction_s(step, covering, ALST.communication, efficiency)),
+            gather_s=float(exposed_reduction_s(step, covering, ALST.communication, efficiency, zero_stage=3)),
             copy_s=micro_batches * copied,
             optimizer_s=optimizer_s or float(step.optimizer),
             fixed_s=efficiency.iteration_s,

@@ -189,10 +189,17 @@ def _partition(
     return None
 
 
-def _zero(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
-    if stage in (0, 1):
+def _shards(grid: StrategyGrid, problem: SearchProblem, zero: tuple[int, int | None]) -> str | None:
+    (stage, size), copies = zero, grid.layout.num_weight_copies
+    if size is None:
         return None
-    return f"DeepSpeed cannot combine ZeRO stage {stage} with pipelines, not even of one stage: use 0 or 1"
+    if stage == 0:
+        return f"ZeRO stage 0 divides no states, and zero_shard_size is {size}: use another stage, or null"
+    if problem.workload.experts is not None:
+        return "groups that divide states are not priced for models with experts: set zero_shard_size to null"
+    if copies % size:
+        return f"the {copies} ranks with the same weights cannot be put into groups of {size} that divide states"
+    return None
 
 
 def _offload(grid: StrategyGrid, problem: SearchProblem, recompute: tuple[str, bool]) -> str | None:
@@ -213,8 +220,8 @@ def _copied_stages(
     return "offload plans copies by the layers of each stage, which 'parameters' deals when the model is built"
 
 
-def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
-    if problem.precision != "fp16" or stage != 0:
+def _loss_scale(grid: StrategyGrid, problem: SearchProblem, zero: tuple[int, int | None]) -> str | None:
+    if problem.precision != "fp16" or zero[0] != 0:
         return None
     return "fp16 with ZeRO stage 0 would train on wrongly scaled gradients in DeepSpeed: use stage 1, or bf16"
 
@@ -263,7 +270,7 @@ TRAINER_RULES = (
     _by_values("the batch is dealt evenly", _batch, "micro_batch"),
     _by_values("layers let sequences be cut", _can_cut, "token_slices"),
     _by_values("tensor-parallel ranks share the tokens of experts", _tokens_of_experts, "sequence_parallel"),
-    _by_values("ZeRO stage goes with pipelines", _zero, "zero"),
+    _by_values("ranks with the same weights divide states evenly", _shards, "zero"),
     _by_values("ZeRO stage goes with the precision", _loss_scale, "zero"),
     _by_values("offload goes with the recomputation of stages", _offload, "recompute"),
     *(_priced(each) for each in DIMENSIONS if each.priced and each.axis != "order"),
@@ -317,8 +324,17 @@ def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
 def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one data-parallel rank there is no optimizer state to spread."""
-    alone = grid.layout.data_parallel_size == 1 and 1 in grid.zero
-    return grid.along("zero", [not alone or stage == 1 for stage in grid.zero])
+    alone = grid.layout.data_parallel_size == 1 and any(stage == 1 for stage, _ in grid.zero)
+    return grid.along("zero", [not alone or stage == 1 for stage, _ in grid.zero])
+
+
+def _node_shards(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """Of groups that divide states only those that fill a node are worth it, where all ranks can divide them."""
+    all_divide = any(size is None for _, size in grid.zero)
+    devices = problem.cluster.nodes[0].num_devices
+    node = devices // grid.layout.tensor_parallel_size
+    wanted = {None} if node >= grid.layout.num_weight_copies else {None, node}
+    return grid.along("zero", [not all_divide or size in wanted for _, size in grid.zero])
 
 
 def _one_tensor_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
@@ -356,6 +372,7 @@ DUPLICATES = (
     Rule("a pipeline, where schedules differ", _one_rank),
     Rule("several micro-batches, where schedules differ", _one_micro_batch),
     Rule("data-parallel ranks, where ZeRO stages differ", _one_replica),
+    Rule("states that the ranks of a node divide, or all", _node_shards),
     Rule("tensor-parallel ranks to share tokens", _one_tensor_rank),
     Rule(SAME_STAGES, _same_stages),
 )

@@ -114,8 +114,9 @@ def check_runnable(constraints: Mapping[str, tuple[Any, ...]], software: Softwar
     for each in DIMENSIONS:
         for value in constraints.get(each.name, ()) if each.name != "token_slices" else ():
             if not software.can_run(each.name, value):
-                known = " or ".join(map(str, dict(software.runs)[each.name]))
-                raise ConfigError(f"{each.flag} {value} does not run in {software.name}: write {known}")
+                known = " or ".join(str(each) for each in dict(software.runs)[each.name] if each is not None)
+                remedy = f"write {known}" if known else "leave it out"
+                raise ConfigError(f"{each.flag} {value} does not run in {software.name}: {remedy}")
 
 
 def _runnable(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | None:
@@ -144,6 +145,9 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
         case Tried.SHARES_OF_EXPERTS:
             number = 1 if workload.experts is None else workload.experts.number
             return tuple(size for size in divisors(problem.cluster.num_devices) if number % size == 0)
+        case Tried.SHARDS_OF_A_NODE:
+            nodes = problem.cluster.nodes
+            return (None, *(divisors(nodes[0].num_devices)[1:] if len(nodes) > 1 else ()))
         case values:
             is_long = workload.seq_length >= LONG_SEQUENCE
             return values if values is None or not is_long else (*values, *dimension.tried_if_long)

@@ -1,8 +1,8 @@
 """Grids of strategies: all of one layout of the ranks, with the other dimensions as axes.
 
     axis               order      partition  micro_batch  token_slices  recompute  sequence_parallel  zero
-    holds              (schedule, how layers B            S             (none ..., off, on            stage
-                       V)         are dealt                             offload)
+    holds              (schedule, how layers B            S             (none ..., off, on            (stage,
+                       V)         are dealt                             offload)                      shard size)
     array of an axis   [O,1,1,..] [1,Q,1,..] [1,1,B,..]   ...
 
 Values that depend on two dimensions are computed once for each pair; numpy broadcasts them over the grid.
@@ -55,7 +55,8 @@ class StrategyGrid:
     recompute: tuple[tuple[str, bool], ...]
     """Modes of recomputation, and whether token slices are offloaded, in pairs."""
     sequence_parallel: tuple[bool, ...]
-    zero: tuple[int, ...]
+    zero: tuple[tuple[int, int | None], ...]
+    """ZeRO stages, and numbers of ranks that divide states, in pairs."""
 
     @classmethod
     def of_choices(cls, choices: Choices, sizes: Mapping[str, int], global_batch_size: int) -> "StrategyGrid":

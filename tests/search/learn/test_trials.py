@@ -54,6 +54,11 @@ def test_a_line(tmp_path: Path) -> None:
     assert (trial.strategy.recompute, trial.strategy.zero_stage) == ("none", 0)
 
 
+def test_trials_of_fsdp_that_were_written_with_zero_1_have_zero_3(tmp_path: Path) -> None:
+    (trial,) = read(tmp_path, changed("strategy", zero_stage=1) | {"software": "fsdp"})
+    assert trial.strategy.zero_stage == 3
+
+
 def test_models_and_clusters_are_shared(tmp_path: Path) -> None:
     first, second, third = read(tmp_path, LINE, changed(id="2"), changed("model", num_layers=4))
     assert first.workload is second.workload and first.cluster is third.cluster

@@ -12,11 +12,11 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.program import reductions
 from megatron_terapipe.search.machine.software import Communication, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE
 from megatron_terapipe.search.price import simulated_time as playing
 from megatron_terapipe.search.price.batch import lower_bound, pipeline_time, round_trip_bound, total_s
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
-from megatron_terapipe.search.price.links import GroupTopology
+from megatron_terapipe.search.price.links import GroupTopology, ShardLinks, all_reduce_s
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.price.stages import StageOps
 from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
@@ -223,9 +223,8 @@ GATHERED_S = 3 / 4 * 1e6 / 1e9
 
 
 def step(precision: str, zero_stage: int, software: Software = TERAPIPE, shared: float = 0.0) -> StepCosts:
-    return step_costs(
-        1e6, shared, FOUR, TWO, 1e12, zero_stage=zero_stage, precision=precision, software=software, efficiency=FREE
-    )
+    kind = {"zero_stage": zero_stage, "precision": precision, "software": software}
+    return step_costs(1e6, shared, ShardLinks(FOUR), TWO, 1e12, efficiency=FREE, **kind)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +244,14 @@ def test_gradients_travel_as_deepspeed_sends_them(
     found = step(precision, zero_stage)
     assert found.gradient_reduction == pytest.approx(reduced_bytes * (1 + reduces_to_all) * GATHERED_S)
     assert found.weight_gather == pytest.approx(gathered_bytes * GATHERED_S)
+
+
+def test_shards_are_reduced_over_their_copies() -> None:
+    kind = {"zero_stage": 3, "precision": "bf16", "software": SOFTWARE["fsdp"], "efficiency": FREE}
+    whole = step_costs(1e6, 0.0, ShardLinks(FOUR), TWO, 1e12, **kind)
+    parts = step_costs(1e6, 0.0, ShardLinks(FOUR, TWO), TWO, 1e12, **kind)
+    assert parts.weight_gather == whole.weight_gather and parts.optimizer == whole.optimizer
+    assert parts.gradient_reduction - whole.gradient_reduction == pytest.approx(all_reduce_s(4 * 1e6 / 4, TWO, FREE))
 
 
 def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
@@ -283,19 +290,20 @@ def test_exposed_reductions_are_those_of_the_simulated_plan(
 ) -> None:
     *_, last = reductions({0: (0.0, op)}, [(reduction / layers,) * layers], PipelineShape(1, 1))
     step, ops = StepCosts(reduction + late, 0.0, 0.0, late), CoveringOps(op, 0.0, op, layers, 1)
-    shown = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.0), cool_down)
+    shown = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.0), cool_down, zero_stage=1)
     after = max(last.end - op - cool_down, 0)
     assert shown == pytest.approx(after + late)
     # Hidden parts slow the ops nevertheless.
-    disturbed = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.25), cool_down)
+    disturbed = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.25), cool_down, zero_stage=1)
     assert disturbed - shown == pytest.approx((reduction - after) / 4)
 
 
-def shown(communication: Communication, gather: float, reduction: float = 0.0) -> float:
+def shown(communication: Communication, gather: float, reduction: float = 0.0, zero_stage: int = 1) -> float:
     """Exposed seconds of two micro-batches of a forward of 2 s and a backward of 4 s, in four layers."""
     step = StepCosts(reduction, 0.0, 0.0, weight_gather=gather)
     ops = CoveringOps(completing=4.0, forward=2.0, backward=4.0, layers=4, num_micro_batches=2)
-    return float(exposed_reduction_s(step, ops, communication, replace(FREE, overlap_exposed=0.0)))
+    free = replace(FREE, overlap_exposed=0.0)
+    return float(exposed_reduction_s(step, ops, communication, free, zero_stage=zero_stage))
 
 
 def test_only_the_first_layer_of_a_gather_is_exposed() -> None:
@@ -306,8 +314,7 @@ def test_only_the_first_layer_of_a_gather_is_exposed() -> None:
 
 
 def test_sharded_weights_are_gathered_twice_in_each_micro_batch() -> None:
-    sharded = Communication(shards_weights=True)
     # All of it fits under the ops, but for the first layer's gather and the last one's reduction.
-    assert shown(sharded, gather=1.0, reduction=1.0) == pytest.approx(2 / 4)
+    assert shown(Communication(), gather=1.0, reduction=1.0, zero_stage=3) == pytest.approx(2 / 4)
     # Of each forward 1 s more, of each backward 2 s more.
-    assert shown(sharded, gather=3.0, reduction=3.0) == pytest.approx(2 * (1 + 2) + 6 / 4)
+    assert shown(Communication(), gather=3.0, reduction=3.0, zero_stage=3) == pytest.approx(2 * (1 + 2) + 6 / 4)

@@ -50,6 +50,14 @@ def test_sequence_parallel_ranks_are_between_tensor_and_data_parallel_ones() -> 
     assert (wide.sequence.num_nodes.tolist(), wide.sequence.network_bandwidth.tolist()) == ([2], [2 * 25e9])
 
 
+def test_ranks_that_divide_states() -> None:
+    # 2 nodes of 8: 16 ranks with the same weights; the 8 of a node divide states, and 8 pairs share 4 cards.
+    every, (group, copies) = groups(2, dp=16, tp=1, pp=1).shards(None), groups(2, dp=16, tp=1, pp=1).shards(8)
+    assert (every.group.size, every.copies.size) == (16, 1)
+    assert (group.size, group.num_nodes.tolist(), copies.size, copies.num_nodes.tolist()) == (8, [1], 2, [2])
+    assert copies.network_bandwidth.tolist() == [25e9 / 2]
+
+
 def test_stages_in_one_node_and_across() -> None:
     # 2 nodes of 8, 4 ranks a stage: stages 0 and 1 are in the first node, 2 and 3 in the second.
     pipe = groups(2, dp=2, tp=2, pp=4).pipe

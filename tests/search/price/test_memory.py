@@ -220,6 +220,13 @@ def test_bytes_of_a_parameter(software: str, precision: str, zero_stage: int, to
     assert counted.weights + counted.gradients + counted.optimizer == pytest.approx(total)
 
 
+def test_a_group_of_ranks_divides_states_and_the_largest_layers_are_whole() -> None:
+    model = MemoryModel(workload=GPT, cluster=nodes(2), software=SOFTWARE["fsdp"])
+    held = model.states(1e9, layout=ParallelLayout(data_parallel_size=16), zero_stage=3, zero_shard_size=8)
+    assert held.weights + held.gradients + held.optimizer == pytest.approx(16e9 / 8)
+    assert held.buffers == 2 * 2 * max(layer.parameters for layer in GPT.layers)
+
+
 def test_buckets_are_no_larger_than_the_model() -> None:
     assert states("deepspeed", "fp16", 1, 1e12).buffers == 2 * 2 * 500e6
     assert states("terapipe", "bf16", 1, 1e6).buffers == 2 * 4 * 1e6

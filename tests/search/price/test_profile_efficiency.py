@@ -13,6 +13,7 @@ from megatron_terapipe.search.price.links import (
     ClusterTable,
     GroupTopology,
     RankGroups,
+    ShardLinks,
     all_reduce_s,
     transfer_s,
 )
@@ -52,9 +53,17 @@ def test_the_optimizer_is_then_priced_as_measured() -> None:
     efficiency = measured_efficiency(profile(), CLUSTER)
     bandwidth = CLUSTER.nodes[0].device.memory_bandwidth
     # Engines are measured on one rank, under ZeRO 1.
-    alone = SPAN._replace(size=1)
+    alone = ShardLinks(SPAN._replace(size=1))
     step = step_costs(
-        1e6, 0, alone, SPAN, bandwidth, zero_stage=1, precision="fp32", software=TERAPIPE, efficiency=efficiency
+        1e6,
+        0,
+        alone,
+        SPAN,
+        bandwidth,
+        zero_stage=1,
+        precision="fp32",
+        software=TERAPIPE,
+        efficiency=efficiency,
     )
     assert step.optimizer == pytest.approx(1e6 * 1e-9, rel=1e-6)
     assert efficiency.iteration_s == 1e-3

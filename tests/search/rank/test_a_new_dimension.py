@@ -141,7 +141,7 @@ def test_the_launched_trainer_reads_it(answers: dict[str, object]) -> None:
 def test_values_that_are_not_allowed_are_refused(answers: dict[str, object]) -> None:
     code, _, error = answers["refused"]
     assert code == 2
-    assert error == "error: --expert-tensor-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
+    assert error == "error: --expert-tensor-parallel-size 2 is not 1, the only value that can be priced: write it\n"
     code, answer, _ = answers["predicted"]
     (entry,) = json.loads(answer)["entries"]
     assert code == 0 and not entry["feasible"]

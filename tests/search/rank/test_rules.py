@@ -104,6 +104,8 @@ REFUSED = {
     "number of bounds": dict(pipeline_parallel_size=2, stage_partition=(0, 2, 4, 6)),
     "bounds with an empty stage": dict(pipeline_parallel_size=3, stage_partition=(0, 3, 3, 6)),
     "zero": dict(zero_stage=2),
+    "weights that are divided": dict(zero_stage=3),
+    "shards": dict(data_parallel_size=4, zero_shard_size=2),
     "recompute": dict(recompute="blocks"),
     "schedule": dict(schedule="dualpipe"),
 }
