@@ -105,7 +105,7 @@ def test_the_files_of_the_winner(files: list[str], tmp_path: Path) -> None:
     [
         (["--schedule", "dualpipe"], "--schedule dualpipe is not known: choose among gpipe"),
         (["--tensor-parallel-size", "x"], "--tensor-parallel-size x is not whole numbers from 1"),
-        (["--zero-stage", "0,3"], "--zero-stage 0,3 is not whole numbers from 0 to 1"),
+        (["--zero-stage", "0,3"], "--zero-stage 3 does not run in terapipe: write 0 or 1"),
         (["--top", "0"], "--top 0 is not a whole number from 1"),
         (["--effort", "0"], "--effort 0.0 is not above 0"),
         (["--effort", "inf"], "--effort inf is not above 0 and finite"),
