@@ -3,7 +3,8 @@
 Memory is the total that CUDA reports, within 1 %: less than in the name where error correction and the driver take
 their share. `half` and `single` are TFLOP/s of dense fp16 or bf16 products with fp32 sums, and of fp32
 without TF32, which PyTorch leaves off. Where a data sheet prints figures with sparsity, they are halved here. All data
-sheets of devices with products in fp8 have twice the rate of half precision. Sources:
+sheets of devices with products in fp8 have twice the rate of half precision. `watts` is the largest power limit of the
+board, of a GH200 with its CPU and both memories. Sources:
 
     P100       NVIDIA Tesla P100 data sheet (2016)
     V100       NVIDIA V100 data sheet (2020), www.nvidia.com/en-us/data-center/v100
@@ -111,6 +112,8 @@ class LibraryDevice:
     """Name of the machine with the default links of a cluster."""
     aliases: tuple[str, ...]
     """Other names, such as those of published measurements."""
+    power_w: float | None
+    """Largest power limit of the board; None = not known."""
 
 
 def _entry(
@@ -122,6 +125,7 @@ def _entry(
     memory_gb_per_s: float,
     half: float,
     single: float,
+    watts: float | None = None,
     is_gpu: bool = True,
 ) -> LibraryDevice:
     device = Device(
@@ -133,83 +137,83 @@ def _entry(
         is_gpu=is_gpu,
         generation=GENERATIONS[source],
     )
-    return LibraryDevice(device=device, source=source, machine=machine, aliases=aliases)
+    return LibraryDevice(device=device, source=source, machine=machine, aliases=aliases, power_w=watts)
 
 
 _ENTRIES = (
     _entry("P100-SXM2-16GB", "P100", "dgx-1-p100", "P100", "P100-16GB", "Tesla-P100",
-           memory_mib=16276, memory_gb_per_s=732, half=21.2, single=10.6),
+           memory_mib=16276, memory_gb_per_s=732, half=21.2, single=10.6, watts=300),
     _entry("V100-SXM2-16GB", "V100", "p3.16xlarge", "V100", "V100-16GB", "V100-SXM2", "Tesla-V100",
-           memory_mib=16160, memory_gb_per_s=900, half=125, single=15.7),
+           memory_mib=16160, memory_gb_per_s=900, half=125, single=15.7, watts=300),
     _entry("V100-SXM2-32GB", "V100", "p3dn.24xlarge", "V100-32GB", "V100-SXM3-32GB",
-           memory_mib=32510, memory_gb_per_s=900, half=125, single=15.7),
+           memory_mib=32510, memory_gb_per_s=900, half=125, single=15.7, watts=300),
     _entry("V100-PCIe-16GB", "V100", "pcie-3", "V100-PCIe",
-           memory_mib=16160, memory_gb_per_s=900, half=112, single=14.0),
+           memory_mib=16160, memory_gb_per_s=900, half=112, single=14.0, watts=250),
     _entry("V100-PCIe-32GB", "V100", "pcie-3",
-           memory_mib=32510, memory_gb_per_s=900, half=112, single=14.0),
+           memory_mib=32510, memory_gb_per_s=900, half=112, single=14.0, watts=250),
     _entry("V100S-PCIe-32GB", "V100", "pcie-3", "V100S",
-           memory_mib=32510, memory_gb_per_s=1134, half=130, single=16.4),
+           memory_mib=32510, memory_gb_per_s=1134, half=130, single=16.4, watts=250),
     _entry("T4", "T4", "g4dn.12xlarge", "T4-16GB", "Tesla-T4",
-           memory_mib=15109, memory_gb_per_s=320, half=65, single=8.1),
+           memory_mib=15109, memory_gb_per_s=320, half=65, single=8.1, watts=70),
     _entry("RTX-2080", "RTX 20", "pcie-3", "GeForce-RTX-2080", "RTX2080",
-           memory_mib=7982, memory_gb_per_s=448, half=40.3, single=10.1),
+           memory_mib=7982, memory_gb_per_s=448, half=40.3, single=10.1, watts=215),
     _entry("RTX-2080-Ti", "RTX 20", "pcie-3", "GeForce-RTX-2080-Ti", "RTX2080Ti",
-           memory_mib=11019, memory_gb_per_s=616, half=53.8, single=13.4),
+           memory_mib=11019, memory_gb_per_s=616, half=53.8, single=13.4, watts=250),
     # The only Turing of these with sums in fp32 at full speed in its tensor cores.
     _entry("Titan-RTX", "RTX 20", "pcie-3", "TitanRTX",
-           memory_mib=24220, memory_gb_per_s=672, half=130.5, single=16.3),
+           memory_mib=24220, memory_gb_per_s=672, half=130.5, single=16.3, watts=280),
     _entry("A100-SXM4-40GB", "A100", "p4d.24xlarge", "A100-40GB", "A100-40", "A100-SXM-40GB",
-           memory_mib=40536, memory_gb_per_s=1555, half=312, single=19.5),
+           memory_mib=40536, memory_gb_per_s=1555, half=312, single=19.5, watts=400),
     _entry("A100-SXM4-80GB", "A100", "dgx-a100", "A100", "A100-SXM4", "A100-80GB", "A100-80", "A100-SXM",
-           memory_mib=81251, memory_gb_per_s=2039, half=312, single=19.5),
+           memory_mib=81251, memory_gb_per_s=2039, half=312, single=19.5, watts=400),
     _entry("A100-PCIe-40GB", "A100", "pcie-4", "A100-PCIe-40",
-           memory_mib=40536, memory_gb_per_s=1555, half=312, single=19.5),
+           memory_mib=40536, memory_gb_per_s=1555, half=312, single=19.5, watts=250),
     _entry("A100-PCIe-80GB", "A100", "pcie-4", "A100-PCIe", "A100-PCIe-80",
-           memory_mib=81251, memory_gb_per_s=1935, half=312, single=19.5),
+           memory_mib=81251, memory_gb_per_s=1935, half=312, single=19.5, watts=300),
     _entry("A800-SXM4-80GB", "A800", "octo-a800", "A800",
-           memory_mib=81251, memory_gb_per_s=2039, half=312, single=19.5),
+           memory_mib=81251, memory_gb_per_s=2039, half=312, single=19.5, watts=400),
     _entry("A10", "A10, A30", "pcie-4", "A10-24GB",
-           memory_mib=22731, memory_gb_per_s=600, half=125, single=31.2),
+           memory_mib=22731, memory_gb_per_s=600, half=125, single=31.2, watts=150),
     _entry("A10G", "A10G", "g5.48xlarge", "A10G-24GB",
-           memory_mib=22731, memory_gb_per_s=600, half=70, single=35),
+           memory_mib=22731, memory_gb_per_s=600, half=70, single=35, watts=300),
     _entry("A30", "A10, A30", "pcie-4", "A30-24GB",
-           memory_mib=24062, memory_gb_per_s=933, half=165, single=10.3),
+           memory_mib=24062, memory_gb_per_s=933, half=165, single=10.3, watts=165),
     _entry("A40", "A40", "pcie-4", "A40-48GB",
-           memory_mib=45634, memory_gb_per_s=696, half=149.7, single=37.4),
+           memory_mib=45634, memory_gb_per_s=696, half=149.7, single=37.4, watts=300),
     _entry("RTX-3090", "RTX 30", "pcie-4", "GeForce-RTX-3090", "RTX3090",
-           memory_mib=24268, memory_gb_per_s=936, half=71, single=35.6),
+           memory_mib=24268, memory_gb_per_s=936, half=71, single=35.6, watts=350),
     _entry("RTX-4090", "RTX 40", "pcie-4", "GeForce-RTX-4090", "RTX4090",
-           memory_mib=24217, memory_gb_per_s=1008, half=165.2, single=82.6),
+           memory_mib=24217, memory_gb_per_s=1008, half=165.2, single=82.6, watts=450),
     _entry("L4", "L4, L40S", "g6.48xlarge", "L4-24GB",
-           memory_mib=22700, memory_gb_per_s=300, half=121, single=30.3),
+           memory_mib=22700, memory_gb_per_s=300, half=121, single=30.3, watts=72),
     _entry("L40", "L4, L40S", "pcie-4", "L40-48GB",
-           memory_mib=45776, memory_gb_per_s=864, half=181, single=90.5),
+           memory_mib=45776, memory_gb_per_s=864, half=181, single=90.5, watts=300),
     _entry("L40S", "L4, L40S", "g6e.48xlarge", "L40S-48GB",
-           memory_mib=45776, memory_gb_per_s=864, half=362, single=91.6),
+           memory_mib=45776, memory_gb_per_s=864, half=362, single=91.6, watts=350),
     _entry("H100-SXM5-80GB", "H100", "dgx-h100", "H100", "H100-SXM", "H100-SXM5", "H100-80GB", "H100-80GB-HBM3",
-           memory_mib=81090, memory_gb_per_s=3350, half=989.4, single=67),
+           memory_mib=81090, memory_gb_per_s=3350, half=989.4, single=67, watts=700),
     _entry("H100-PCIe-80GB", "H100", "pcie-5", "H100-PCIe",
-           memory_mib=81090, memory_gb_per_s=2000, half=756, single=51),
+           memory_mib=81090, memory_gb_per_s=2000, half=756, single=51, watts=350),
     _entry("H100-NVL-94GB", "H100", "pcie-5", "H100-NVL",
-           memory_mib=95830, memory_gb_per_s=3900, half=835.5, single=60),
+           memory_mib=95830, memory_gb_per_s=3900, half=835.5, single=60, watts=400),
     _entry("H800-SXM5-80GB", "H800", "octo-h800", "H800",
-           memory_mib=81090, memory_gb_per_s=3350, half=989.4, single=67),
+           memory_mib=81090, memory_gb_per_s=3350, half=989.4, single=67, watts=700),
     _entry("H200-SXM5-141GB", "H200", "dgx-h200", "H200", "H200-SXM", "H200-SXM5", "H200-141GB",
-           memory_mib=143167, memory_gb_per_s=4800, half=989.4, single=67),
+           memory_mib=143167, memory_gb_per_s=4800, half=989.4, single=67, watts=700),
     _entry("H200-NVL-141GB", "H200", "pcie-5", "H200-NVL",
-           memory_mib=143167, memory_gb_per_s=4800, half=835.5, single=60),
+           memory_mib=143167, memory_gb_per_s=4800, half=835.5, single=60, watts=600),
     _entry("GH200-96GB", "GH200", "quad-gh200", "GH200", "GH200-480GB",
-           memory_mib=96768, memory_gb_per_s=4000, half=989.4, single=67),
+           memory_mib=96768, memory_gb_per_s=4000, half=989.4, single=67, watts=1000),
     _entry("GH200-144GB", "GH200", "quad-gh200",
-           memory_mib=146000, memory_gb_per_s=4900, half=989.4, single=67),
+           memory_mib=146000, memory_gb_per_s=4900, half=989.4, single=67, watts=1000),
     _entry("B200-SXM-180GB", "B200", "dgx-b200", "B200", "B200-SXM", "B200-180GB", "B200-192GB",
-           memory_mib=182642, memory_gb_per_s=8000, half=2250, single=75),
+           memory_mib=182642, memory_gb_per_s=8000, half=2250, single=75, watts=1000),
     _entry("GB200-186GB", "GB200", "quad-gb200", "GB200",
-           memory_mib=189471, memory_gb_per_s=8000, half=2500, single=80),
+           memory_mib=189471, memory_gb_per_s=8000, half=2500, single=80, watts=1200),
     _entry("MI250X-die", "MI250X", "quad-mi250x", "MI250X", "MI250X-GCD", "MI250X-64GB",
-           memory_mib=65520, memory_gb_per_s=1638, half=191.5, single=47.9),
+           memory_mib=65520, memory_gb_per_s=1638, half=191.5, single=47.9, watts=280),
     _entry("MI300X", "MI300X", "octo-mi300x", "MI300X-192GB",
-           memory_mib=196592, memory_gb_per_s=5300, half=1307.4, single=163.4),
+           memory_mib=196592, memory_gb_per_s=5300, half=1307.4, single=163.4, watts=750),
     # No data sheet: a guess, so that a CPU can be searched before it is measured with `search measure`.
     _entry("cpu-core", GUESS, "cpu", "CPU",
            memory_mib=8192, memory_gb_per_s=10, half=0.03, single=0.03, is_gpu=False),
@@ -228,14 +232,15 @@ def device_in(name: str) -> Device | None:
     Args:
         name: name that the driver prints, such as `NVIDIA A100 80GB PCIe`.
     """
-    words = _words(name)
+    words = name_words(name)
     found: dict[int, Device] = {}
     for entry in DEVICES.values():
         for spelling in (entry.device.name, *entry.aliases):
-            if _words(spelling) <= words and not (words - _words(spelling)) & OTHER_PRODUCTS:
+            if name_words(spelling) <= words and not (words - name_words(spelling)) & OTHER_PRODUCTS:
                 found.setdefault(len(spelling), entry.device)
     return found[max(found)] if found else None
 
 
-def _words(name: str) -> set[str]:
+def name_words(name: str) -> set[str]:
+    """Return the words of a name in lower case."""
     return set(re.split(r"[\s/_-]+", name.lower()))

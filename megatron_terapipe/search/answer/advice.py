@@ -12,8 +12,9 @@ from typing import Any
 
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.text_files import field_texts
+from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
-from megatron_terapipe.search.answer.figures import bytes_text, model_flops, strategy_text, time_text
+from megatron_terapipe.search.answer.figures import bytes_text, devices_of, model_flops, strategy_text, time_text
 from megatron_terapipe.search.answer.json_schema import (
     AdvicePart,
     DistancePart,
@@ -66,6 +67,7 @@ def advise(
     progress: ProgressCallback = no_progress,
     *,
     rivals: bool = True,
+    training: Training = NOT_ASKED,
 ) -> AdvicePart:
     """Return the advice that goes with the result of a search; `rivals` prices ZeRO-3 with Ulysses, too."""
     pricing = costs.pricing_on(problem.cluster)
@@ -87,7 +89,7 @@ def advise(
     parts = on_fewer_devices(winner, problem, constraints, costs.pricing_on, progress)
     return AdvicePart.of(
         **found,
-        fewer_devices=[fewer_devices_part(part, entry, winner, problem.cluster) for part, entry in parts],
+        fewer_devices=[fewer_devices_part(part, entry, winner, problem, training) for part, entry in parts],
         sensitivity=sensitivity(result.contenders, pricing),
         utilization=check_utilization(winner, pricing.cost_model),
         found_order=None if order is None else found_order_part(order, winner),
@@ -116,16 +118,22 @@ def found_order_part(entry: Ranked, winner: Ranked) -> FoundOrderPart:
     )
 
 
-def fewer_devices_part(part: Cluster, entry: Ranked, winner: Ranked, cluster: Cluster) -> FewerDevicesPart:
+def fewer_devices_part(
+    part: Cluster, entry: Ranked, winner: Ranked, problem: SearchProblem, training: Training = NOT_ASKED
+) -> FewerDevicesPart:
     """Return the best strategy on a part of the cluster, compared with the winner on all of it."""
     ratio = entry.iteration_time_s / winner.iteration_time_s
+    devices, all_devices = devices_of(part), devices_of(problem.cluster)
+    price, on_all = training.hourly_price(devices), training.hourly_price(all_devices)
     return FewerDevicesPart(
         num_devices=part.num_devices,
         nodes=[node.name for node in part.nodes],
         strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
         time_ratio=ratio,
-        cost_ratio=ratio * part.num_devices / cluster.num_devices,
+        cost_ratio=ratio * part.num_devices / problem.cluster.num_devices,
+        device_hours_ratio={name: ratio * devices.get(name, 0) / number for name, number in all_devices.items()},
+        price_ratio=ratio * price / on_all if price and on_all else None,
     )
 
 
@@ -218,13 +226,22 @@ def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str |
             f"FEWER DEVICES ARE FASTER: {on_part(best)}, {1 - best.time_ratio:.0%} less than rank 1, which "
             f"uses all: add --devices-at-most {best.num_devices} to rank them"
         )
-    # Devices of other kinds have other prices.
-    best = min(found, key=lambda part: part.cost_ratio, default=None) if cluster.is_uniform else None
-    if best is None or best.cost_ratio > 1 - CHEAPER:
+
+    def cost(part: FewerDevicesPart) -> float:
+        return part.cost_ratio if part.price_ratio is None else part.price_ratio
+
+    best = min(found, key=cost, default=None)
+    if best is None or min(best.cost_ratio, cost(best)) > 1 - CHEAPER:
         return None
+    # Devices of other kinds have other prices.
+    is_cheaper = cost(best) <= 1 - CHEAPER and (best.price_ratio is not None or cluster.is_uniform)
+    kinds = " and ".join(f"{ratio:.2f} times those of {name}" for name, ratio in best.device_hours_ratio.items())
+    used = f"{1 - best.cost_ratio:.0%} fewer device hours a token" + (f" ({kinds})" if "and" in kinds else "")
+    price = "" if best.price_ratio is None else f" and {best.price_ratio:.2f} times the price"
     return (
-        f"fewer devices are cheaper: {on_part(best)}, {best.time_ratio:.2f} times as long as on all, for "
-        f"{1 - best.cost_ratio:.0%} fewer device hours a token: add --devices-at-most {best.num_devices} to rank them"
+        f"fewer devices {'are cheaper' if is_cheaper else 'take fewer device hours'}: {on_part(best)}, "
+        f"{best.time_ratio:.2f} times as long as on all, for {used}{price}: add --devices-at-most "
+        f"{best.num_devices} to rank them"
     )
 
 

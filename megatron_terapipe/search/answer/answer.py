@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_terapipe.dimensions import in_places
+from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
 from megatron_terapipe.search.answer.json_schema import ClusterPart, Document, Entry, ModelPart, Predicted
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
@@ -14,7 +15,7 @@ from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
-def entries_of(problem: SearchProblem, entries: Iterable[Ranked]) -> list[Entry]:
+def entries_of(problem: SearchProblem, entries: Iterable[Ranked], training: Training = NOT_ASKED) -> list[Entry]:
     """Return strategies with their prices as a document has them."""
     return [
         Entry(
@@ -23,6 +24,9 @@ def entries_of(problem: SearchProblem, entries: Iterable[Ranked]) -> list[Entry]
             variants=each.variants,
             strategy=each.strategy.to_json(),
             predicted=None if each.prediction is None else predicted_part(problem, each.strategy, each.prediction),
+            decision=training.decision(problem, each.strategy, each.prediction.iteration_time_s)
+            if each.feasible and each.prediction
+            else None,
             feasible=each.feasible,
             reason=each.reason,
         )
@@ -37,14 +41,15 @@ def ranking(
     *,
     global_batch_size: int | None,
     constraints: Mapping[str, Sequence[Any]] | None = None,
+    training: Training = NOT_ASKED,
 ) -> dict[str, Any]:
     """Return the fields that the documents of `rank` and `predict` share."""
-    found = entries_of(problem, entries)
+    found = entries_of(problem, entries, training)
     winner = next((each for each in found if each.rank == 1 and each.feasible and each.predicted), None)
     of_winner = [] if winner is None else [f"rank 1: {note}" for note in winner.price.notes]
     return {
         **question(problem, global_batch_size, constraints),
-        "notes": list(dict.fromkeys([*_impossible(found), *notes, *of_winner])),
+        "notes": list(dict.fromkeys([*_impossible(found), *notes, *training.notes(problem.cluster), *of_winner])),
         "entries": found,
     }
 

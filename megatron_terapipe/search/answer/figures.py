@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
 from megatron_terapipe.dimensions import in_places
-from megatron_terapipe.search.answer.json_schema import Predicted, Speed
+from megatron_terapipe.search.answer.json_schema import DecisionPart, Predicted, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess
 from megatron_terapipe.search.price.workload import Workload
@@ -33,9 +33,8 @@ def flops_utilization(
 
     It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B); `causal` counts only the scores that are computed.
     """
-    places = strategy.placement or range(strategy.world_size)
-    used = Counter(cluster.node_of_device[place] for place in places if place < cluster.num_devices)
-    peak = sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used.items())
+    used = nodes_in_use(strategy, cluster).items()
+    peak = sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used)
     flops = model_flops(workload, causal=causal) * strategy.num_sequences
     return flops / (iteration_time_s * peak) if peak else 0.0
 
@@ -60,9 +59,19 @@ def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float
     )
 
 
-def devices_of(cluster: Cluster) -> dict[str, int]:
-    """Return the number of devices of each kind."""
-    return dict(Counter(node.device.name for node in cluster.nodes for _ in range(node.num_devices)))
+def nodes_in_use(strategy: Strategy, cluster: Cluster) -> Counter[int]:
+    """Return the number of devices with a rank of each node, by its index."""
+    places = strategy.placement or range(strategy.world_size)
+    return Counter(cluster.node_of_device[place] for place in places if place < cluster.num_devices)
+
+
+def devices_of(cluster: Cluster, strategy: Strategy | None = None) -> dict[str, int]:
+    """Return the number of devices of each kind; `strategy`: only those that have a rank."""
+    found: Counter[str] = Counter()
+    used = Counter(cluster.node_of_device) if strategy is None else nodes_in_use(strategy, cluster)
+    for index, number in used.items():
+        found[cluster.nodes[index].device.name] += number
+    return dict(found)
 
 
 def time_text(seconds: float) -> str:
@@ -102,6 +111,23 @@ def count_text(number: float) -> str:
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def amount_text(number: float) -> str:
+    """Return a number with three significant digits, or all digits of a larger one: `1,234`."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"
+
+
+def decision_texts(decision: DecisionPart | None) -> dict[str, str]:
+    """Return the figures of a training that were asked for, by the names of their columns."""
+    if decision is None:
+        return {}
+    is_whole = decision.days is not None
+    names = {"days": decision.days, "price" if is_whole else "price/M tokens": decision.cost}
+    if is_whole:
+        names["kWh"] = decision.energy_kwh
+    texts = {name: amount_text(figure) for name, figure in names.items() if figure is not None}
+    return texts | ({} if decision.goodput is None else {"goodput": f"{decision.goodput:.1%}"})
 
 
 def numbers_text(numbers: Sequence[int]) -> str:

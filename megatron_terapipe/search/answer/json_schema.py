@@ -89,7 +89,11 @@ class FewerDevicesPart(AlternativePart):
     time_ratio: float
     """The same in seconds of the winner on all devices; below 1 fewer devices are faster."""
     cost_ratio: float
-    """Seconds x devices in those of the winner; below 1 fewer devices are cheaper for each token."""
+    """Seconds x devices in those of the winner; below 1 fewer devices need less device time for each token."""
+    device_hours_ratio: dict[str, float]
+    """The same for each kind of device of the cluster; 0 = the part has none."""
+    price_ratio: float | None
+    """Price of a token in that of the winner; null = no prices are given."""
 
 
 class OtherWinnerPart(Part):
@@ -300,6 +304,24 @@ class Predicted(Speed):
     """Warnings about this prediction."""
 
 
+class DecisionPart(Part):
+    """A whole training with a strategy. Failures, where their rate is given, are part of days, price and energy."""
+
+    tokens: float
+    """Tokens that price and energy are of: those of `--tokens`, else a million."""
+    days: float | None
+    """Days of training; null = without `--tokens`."""
+    cost: float | None
+    """Price, in the unit of `--price`; null = without it."""
+    energy_kwh: float | None
+    """Energy of the boards at the power limit of their data sheets, an upper bound of theirs; without hosts, network
+    and cooling. Null = the power of a device is not known."""
+    goodput: float | None
+    """Share of the time that trains and is not lost to saves and failures; null = no rate of failures is given."""
+    save_interval_s: float | None
+    """Seconds of training between two saves with this goodput, the largest; null likewise."""
+
+
 class Entry(Part):
     """A strategy, its price and its place in a ranking."""
 
@@ -313,6 +335,8 @@ class Entry(Part):
     strategy: StrategyObject
     predicted: Predicted | None
     """Its cost; null where it cannot be priced."""
+    decision: DecisionPart | None
+    """Days, price, energy and goodput; null = no flag of a training is given, or no strategy that runs."""
     feasible: bool
     """Whether it can run."""
     reason: str | None

@@ -20,6 +20,7 @@ from megatron_terapipe.page.document import (
 from megatron_terapipe.search.answer.answer import TIME_NAMES, compare, runners_up
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
+    decision_texts,
     interval_text,
     numbers_text,
     share_text,
@@ -85,6 +86,7 @@ def _winner(entry: Entry) -> str:
         (time_text(prediction.iteration_time_s), f"an iteration{interval}"),
         (f"{prediction.tokens_per_s:,.0f}", f"tokens a second, {prediction.tokens_per_s_per_device:,.0f} a device"),
     ]
+    figures += [(text, name) for name, text in decision_texts(entry.decision).items()]
     if prediction.mfu is not None:
         figures.append((share_text(prediction.mfu), "MFU: share of the devices' peak, with full attention"))
         figures.append((share_text(prediction.mfu_causal), "causal MFU: only scores that are computed"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.search.answer.answer import ranking
+from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_cost_flags,
@@ -39,6 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cluster_flags(parser)
     add_cost_flags(parser)
     add_software_flag(parser)
+    add_training_flags(parser)
     group = parser.add_argument_group("strategies")
     group.add_argument(
         "--strategies",
@@ -63,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     check_count("--global-batch-size", batch, MOST_SEQUENCES)
     strategies = [with_batch(strategy, batch) for strategy in read_strategies(options.strategies)]
     problem, notes = problem_of(options, batch or 1)
+    training = training_of(options, problem.cluster)
     costs = costs_of(options, problem)
     pricing = costs.pricing_on(problem.cluster)
     entries = []
@@ -74,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
                 entry = replace(entry, prediction=costs.with_interval(strategy, entry.price, pricing))
             entries.append(entry)
     in_file = sorted(ranked_in_order(entries), key=lambda entry: entry.index)
-    document = PredictDocument(**ranking(problem, in_file, (*notes, *costs.notes), global_batch_size=batch))
+    all_notes = (*notes, *costs.notes)
+    document = PredictDocument(**ranking(problem, in_file, all_notes, global_batch_size=batch, training=training))
     if options.json is not None:
         write_document(options.json, document)
     if options.json != STANDARD_OUTPUT:

@@ -17,6 +17,7 @@ from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import advice_notes, advise, distance_text, remedies_text, rival_note
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
+from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
@@ -77,6 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cluster_flags(parser)
     add_cost_flags(parser)
     add_software_flag(parser)
+    add_training_flags(parser)
     group = parser.add_argument_group("search")
     group.add_argument(
         "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
@@ -132,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.effort < math.inf:
         raise ConfigError(f"--effort {options.effort} is not above 0 and finite: give 1, or more for a longer search")
     problem, notes = problem_of(options, options.global_batch_size)
+    training = training_of(options, problem.cluster)
     constraints = constraints_of(options)
     check_runnable(constraints, problem.software)
     choices = all_choices(problem).constrained(constraints)
@@ -148,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
         )
         result = replace(result, entries=result.entries[: options.top])
-        advice = advise(result, problem, constraints, costs, progress, rivals=options.rivals)
+        advice = advise(result, problem, constraints, costs, progress, rivals=options.rivals, training=training)
         proposed = []
         if result.entries and options.propose_trials is not None:
             proposed.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
@@ -163,7 +166,14 @@ def run(options: argparse.Namespace) -> int:
     )
     counts = result.counts
     document = RankDocument(
-        **ranking(problem, entries, all_notes, global_batch_size=options.global_batch_size, constraints=constraints),
+        **ranking(
+            problem,
+            entries,
+            all_notes,
+            global_batch_size=options.global_batch_size,
+            constraints=constraints,
+            training=training,
+        ),
         advice=advice,
         search=SearchPart(
             considered=counts.total,

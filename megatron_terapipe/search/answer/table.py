@@ -9,6 +9,7 @@ from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
     count_text,
+    decision_texts,
     interval_text,
     share_text,
     time_text,
@@ -97,6 +98,7 @@ def cells(entry: Entry, seq_length: int) -> dict[str, str]:
             "causal MFU": share_text(prediction.mfu_causal),
             "bubble": f"{prediction.bubble_ratio:.1%}",
             "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory_per_rank else "",
+            **decision_texts(entry.decision),
         }
     return row | {"variants": f"{entry.variants:,}" if entry.variants else "", "why not": entry.reason or ""}
 

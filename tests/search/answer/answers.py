@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_terapipe.search.answer.answer import ranking
+from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.json_schema import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
@@ -72,6 +73,7 @@ def answer(
     problem: SearchProblem | None = None,
     entries: Sequence[Ranked] | None = None,
     notes: Sequence[str] = (),
+    training: Training = NOT_ASKED,
     **more: Any,
 ) -> RankDocument:
     """Return the document of a ranking."""
@@ -85,5 +87,5 @@ def answer(
         "launch": LaunchPart(command=None, files=[], why_not=None),
     }
     found = strategies() if entries is None else entries
-    shared = ranking(problem or small_problem(), found, notes, global_batch_size=8)
+    shared = ranking(problem or small_problem(), found, notes, global_batch_size=8, training=training)
     return RankDocument(**shared, **(fields | more))

@@ -50,7 +50,7 @@ def parts_for(problem: SearchProblem) -> list[FewerDevicesPart]:
         # It is a strategy for the part, at the price that it has there.
         assert entry.strategy.world_size == part.num_devices
         assert pricing_on(part).predict(entry.strategy).iteration_time_s == pytest.approx(entry.iteration_time_s)
-    return [fewer_devices_part(part, entry, winner, problem.cluster) for part, entry in found]
+    return [fewer_devices_part(part, entry, winner, problem) for part, entry in found]
 
 
 def test_slow_machine_over_a_slow_link_is_left_out() -> None:

@@ -93,7 +93,11 @@ def test_explain_an_impossible_strategy(files: list[str], tmp_path: Path, capsys
 
 def test_the_files_of_the_winner(files: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "out"
-    assert main(["rank", *files, *FEW, "--schedule", "1f1b", "--top", "2", "--output", str(directory)]) == 0
+    training = ["--tokens", "2B", "--price", "A100=2.5", "--failures-per-device-year", "0.2", "--save-seconds", "9"]
+    assert main(["rank", *files, *FEW, "--schedule", "1f1b", "--top", "2", *training, "--output", str(directory)]) == 0
+    first = read(directory / "ranking.json")["entries"][0]
+    hours = 2e9 / first["predicted"]["tokens_per_s"] / first["decision"]["goodput"] / 3600
+    assert first["decision"]["cost"] == pytest.approx(4 * 2.5 * hours)
     names = {path.name for path in directory.iterdir()}
     assert names >= {"strategy.json", "hostfile", "ds_config.json", "launch.sh", "report.html"}
     winner = Strategy.from_json(json.loads((directory / "strategy.json").read_text()))
@@ -222,8 +226,23 @@ def test_predict_keeps_the_order_of_the_file(files: list[str], tmp_path: Path) -
 
 def test_batch_for_strategies_without_one(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    assert predict(files, tmp_path, '{"data_parallel_size": 4}', "--json", str(out), "--global-batch-size", "16") == 0
-    assert read(out)["entries"][0]["strategy"]["global_batch_size"] == 16
+    assert (
+        predict(
+            files,
+            tmp_path,
+            '{"data_parallel_size": 4}',
+            "--json",
+            str(out),
+            "--global-batch-size",
+            "16",
+            "--tokens",
+            "1M",
+        )
+        == 0
+    )
+    (entry,) = read(out)["entries"]
+    assert entry["strategy"]["global_batch_size"] == 16
+    assert entry["decision"]["days"] == pytest.approx(1e6 / entry["predicted"]["tokens_per_s"] / 86400)
 
 
 @pytest.mark.parametrize(
