@@ -232,10 +232,16 @@ class RankGroups:
     @cached_property
     def kinds(self) -> tuple[RankKind, ...]:
         """Pipeline ranks by their devices and links; those of a kind share the times of their layers."""
-        found: dict[tuple[tuple[Device, ...], LayerLinks], list[int]] = {}
-        for rank, devices in enumerate(self.devices):
-            found.setdefault((devices, self.layer_links(rank)), []).append(rank)
-        return tuple(RankKind(np.array(ranks), *key) for key, ranks in found.items())
+        ranks = len(self.devices)
+        columns = [np.broadcast_to(part, ranks).tolist() for links in self.layer_links(slice(None)) for part in links]
+        found: dict[tuple[object, ...], list[int]] = {}
+        for rank, key in enumerate(zip(self.devices, *columns, strict=True)):
+            found.setdefault(key, []).append(rank)
+        firsts = [alike[0] for alike in found.values()]
+        return tuple(
+            RankKind(np.array(alike), self.devices[first], self.layer_links(first))
+            for first, alike in zip(firsts, found.values(), strict=True)
+        )
 
     @cached_property
     def tensor(self) -> GroupTopology:
@@ -249,8 +255,8 @@ class RankGroups:
         groups = np.swapaxes(self.nodes, 2, 3).reshape(-1, self.layout.sequence_parallel_size)
         return self._links(groups, counted=self._counted(self.layout.tensor_parallel_size))
 
-    def layer_links(self, rank: int) -> LayerLinks:
-        """Links between the ranks that share the layers of a pipeline rank."""
+    def layer_links(self, rank: int | slice) -> LayerLinks:
+        """Links between the ranks that share the layers of a pipeline rank, or of several."""
         layout, shared = self.layout, [ALONE, ALONE]
         if layout.sequence_parallel_size > 1:
             shared[0] = self.sequence.at(rank)
@@ -318,13 +324,13 @@ class RankGroups:
             np.maximum(nodes.network_latency_s[here], nodes.network_latency_s[there]),
             np.maximum(latency_s[here], latency_s[there]),
         )
-        for stage, across in enumerate(apart):
-            # Pairs that leave, or come to, the same node at once share its cards; no pair fills more than one.
-            for ends in (here[stage][across], there[stage][across]):
-                places = ends - ends.min(initial=nodes.num_devices)
-                pairs = np.bincount(places)[places]
-                share = nodes.network_bandwidth[ends] * np.minimum(nodes.num_network_cards[ends] / pairs, 1.0)
-                bandwidth[stage, across] = np.minimum(bandwidth[stage, across], share)
+        # Pairs that leave, or come to, the same node at once share its cards; no pair fills more than one.
+        for ends in (here, there):
+            places = ends - ends.min(axis=1, keepdims=True)
+            places = (places + (places.max() + 1) * np.arange(stages)[:, None])[apart]
+            share = nodes.num_network_cards[ends[apart]] / np.bincount(places)[places]
+            share = nodes.network_bandwidth[ends[apart]] * np.minimum(share, 1.0)
+            bandwidth[apart] = np.minimum(bandwidth[apart], share)
         if self.replicas is not None:
             bandwidth, latency, apart = (
                 each.reshape(self.nodes.shape)[:, self._counting].reshape(stages, -1)

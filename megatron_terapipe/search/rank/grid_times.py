@@ -181,17 +181,12 @@ class KindTables(NamedTuple):
         kind_of_rank = np.empty(grid.layout.pipeline_parallel_size, np.int64)
         for number, kind in enumerate(groups.kinds):
             kind_of_rank[kind.ranks] = number
+        most = max(len(kind.devices) for kind in groups.kinds)
+        of_kinds = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in groups.kinds]
         by_device = [
-            np.concatenate(
-                [
-                    tables.table(grid, kind.devices[min(place, len(kind.devices) - 1)], kind.links)
-                    for kind in groups.kinds
-                ],
-                axis=2,
-            )
-            for place in range(max(len(kind.devices) for kind in groups.kinds))
+            np.concatenate([each[min(place, len(each) - 1)] for each in of_kinds], axis=2) for place in range(most)
         ]
-        return cls(by_device, np.minimum.reduce(by_device), kind_of_rank)
+        return cls(by_device, by_device[0] if most == 1 else np.minimum.reduce(by_device), kind_of_rank)
 
     def layers(self, counts: Floats, ranks: Whole) -> Floats:
         """[n, kinds x K] layers in the columns of the kind of each rank, from [n, K]."""
