@@ -161,6 +161,7 @@ def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[
     )
     others = {name: values for name, values in constraints.items() if name != BATCH}
     costs = costs_of_run(config, cluster)
+    problem = costs.problem_with(problem, others)
     result = search(problem, all_choices(problem).constrained(others), costs.pricing_on, top=TOP)
     # The launcher has placed the ranks.
     best = next((entry for entry in result.entries if entry.strategy.placement is None), None)

@@ -35,7 +35,7 @@ from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
 from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.price.workload import Workload
-from megatron_terapipe.search.rank.alternatives import on_fewer_devices, with_found_order
+from megatron_terapipe.search.rank.alternatives import on_fewer_devices, with_found_order, with_interleaved_slices
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback, no_progress
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rivals import Rival, rival_of
@@ -86,12 +86,14 @@ def advise(
             )
         return AdvicePart.of(**found)
     order = with_found_order(winner, problem, constraints, pricing)
+    interleaved = with_interleaved_slices(winner, problem, constraints, costs.pricing_on)
     parts = on_fewer_devices(winner, problem, constraints, costs.pricing_on, progress)
     return AdvicePart.of(
         **found,
         fewer_devices=[fewer_devices_part(part, entry, winner, problem, training) for part, entry in parts],
         sensitivity=sensitivity(result.contenders, pricing),
         utilization=check_utilization(winner, pricing.cost_model),
+        interleaved_slices=None if interleaved is None else found_order_part(interleaved, winner),
         found_order=None if order is None else found_order_part(order, winner),
     )
 
@@ -109,7 +111,7 @@ def too_full_part(entry: Ranked, winner: Ranked | None, pricing: Pricing) -> Too
 
 
 def found_order_part(entry: Ranked, winner: Ranked) -> FoundOrderPart:
-    """Return the winner with an order that was found for it."""
+    """Return an alternative to the winner."""
     return FoundOrderPart(
         strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
@@ -195,6 +197,7 @@ def advice_notes(advice: AdvicePart, problem: SearchProblem) -> list[str]:
     lines = [
         _fewer_devices(advice.fewer_devices, problem.cluster),
         advice.found_order and _found_order(advice.found_order),
+        advice.interleaved_slices and _interleaved_slices(advice.interleaved_slices),
         advice.too_full and _too_full(advice.too_full, problem),
         advice.utilization and _utilization(advice.utilization),
         advice.sensitivity and _sensitivity(advice.sensitivity),
@@ -254,6 +257,15 @@ def _found_order(order: FoundOrderPart) -> str:
         f"with an order of ops that is found for it{parts} ({flags}) rank 1 takes "
         f"{time_text(order.iteration_time_s)}, {order.could_save:.0%} less: --output DIR writes it into "
         f"DIR/{FOUND_ORDER}; the trainer looks for the order before its first iteration"
+    )
+
+
+def _interleaved_slices(order: FoundOrderPart) -> str:
+    return (
+        f"{_strategy(order.strategy)} is predicted to take {time_text(order.iteration_time_s)}, {order.could_save:.0%} "
+        "less, and is not ranked: interleaved schedules with token slices were published slower than 1F1B in three of "
+        "four cases (by the authors of arXiv 2406.03488), and no trial on such devices has them; --schedule "
+        f"interleaved --num-token-slices {order.strategy['num_token_slices']} ranks them"
     )
 
 

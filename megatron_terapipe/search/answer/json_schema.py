@@ -223,6 +223,9 @@ class AdvicePart(Part):
     """Other trainers for the same model; empty where sequences are short, or with `--no-rivals`."""
     found_order: FoundOrderPart | None
     """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""
+    interleaved_slices: FoundOrderPart | None
+    """The best interleaved schedule with token slices on the layout of the winner; null = it saves no time, or rankings
+    have it."""
 
     @classmethod
     def of(cls, **known: Any) -> "AdvicePart":

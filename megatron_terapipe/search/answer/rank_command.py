@@ -44,7 +44,7 @@ from megatron_terapipe.search.learn.cluster_calibrations import propose_strategi
 from megatron_terapipe.search.learn.costs import Costs, costs_of
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import predict_one, with_batch
-from megatron_terapipe.search.rank.rules import DUPLICATES, USES_DEVICES
+from megatron_terapipe.search.rank.rules import DUPLICATES, UNPROVEN, USES_DEVICES
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices, check_runnable
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
@@ -139,6 +139,7 @@ def run(options: argparse.Namespace) -> int:
     check_runnable(constraints, problem.software)
     choices = all_choices(problem).constrained(constraints)
     costs = costs_of(options, problem)
+    problem = costs.problem_with(problem, constraints)
     asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
     with progress_bar(options.progress) as progress:
         result = search(
@@ -317,6 +318,9 @@ def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchRe
         )
     if strategy.global_batch_size != problem.global_batch_size:
         yield f"Its batch of {strategy.global_batch_size} sequences is not the one that was searched for."
+    interleaves = strategy.schedule == "interleaved" and strategy.num_model_chunks > 1 < strategy.num_token_slices
+    if interleaves and not problem.may_interleave_slices:
+        yield f"The search tries {UNPROVEN}: --schedule interleaved --num-token-slices {strategy.num_token_slices}."
     stages = {entry.strategy.zero_stage for entry in result.entries}
     if problem.precision == "bf16" and stages and strategy.zero_stage < min(stages):
         yield "ZeRO 0 adds bf16 gradients up in bf16, with few digits: set --zero-stage 0 to search it."

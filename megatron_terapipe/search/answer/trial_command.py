@@ -182,7 +182,9 @@ def _strategies(options: argparse.Namespace, problem: SearchProblem, costs: Cost
             assert problem.workload.config is not None
             check_trainable(each, problem.workload.config)
         return found
-    choices = all_choices(problem).constrained(constraints_of(options))
+    constraints = constraints_of(options)
+    problem = costs.problem_with(problem, constraints)
+    choices = all_choices(problem).constrained(constraints)
     with progress_bar() as progress:
         result = search(problem, choices, costs.pricing_on, top=options.top, progress=progress)
     if not result.entries:

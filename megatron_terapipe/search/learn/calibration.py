@@ -246,6 +246,8 @@ class Calibration:
     """Source of the trials; empty = these are the defaults."""
     device: str = ""
     """Kinds of devices that they ran on."""
+    interleaves_token_slices: bool = False
+    """Whether a trial has an interleaved schedule with token slices."""
     several_nodes: bool | None = None
     """Whether on several nodes; None = some on one and some on several."""
     efficiency: HardwareEfficiency | None = None
@@ -269,6 +271,9 @@ class Calibration:
         overheads, memory_sd, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
         spreads = {len(one.cluster.nodes) > 1 for one in trials}
         return cls(
+            interleaves_token_slices=any(
+                one.strategy.num_model_chunks > 1 < one.strategy.num_token_slices for one in trials
+            ),
             several_nodes=spreads.pop() if len(spreads) == 1 else None,
             source=", ".join(sorted({one.source for one in trials})),
             device=", ".join(sorted({one.device for one in trials})),

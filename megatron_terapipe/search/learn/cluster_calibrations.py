@@ -114,7 +114,7 @@ def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     """Write a calibration file."""
     entries = [
         {
-            **{name: getattr(one, name) for name in ("source", "device", "several_nodes")},
+            **{name: getattr(one, name) for name in ("source", "device", "several_nodes", "interleaves_token_slices")},
             **{name: getattr(one, name) for name in ("num_trials", "num_memory_trials")},
             "physics": asdict(one.efficiency or HardwareEfficiency()),
             "memory_physics": None if one.memory_overheads is None else asdict(one.memory_overheads),
@@ -163,6 +163,7 @@ class CalibrationEntry(Entry):
     source: str = ""
     device: Text
     several_nodes: bool | None = None
+    interleaves_token_slices: bool = False
     num_trials: CountOrNone
     num_memory_trials: CountOrNone
     physics: _constants(HardwareEfficiency)  # type: ignore[valid-type]

@@ -1,8 +1,9 @@
 """Sources of prices: data sheets, a profile, trials. The commands of the search and the trainer share them."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_terapipe.search.learn.calibration import Calibration, calibrate, calibrate_on_profile, no_calibration
 from megatron_terapipe.search.learn.cluster_calibrations import calibrated
@@ -63,6 +64,11 @@ class Costs:
             simulator=self.simulator,
             measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),
         )
+
+    def problem_with(self, problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]]) -> SearchProblem:
+        """Return the problem with the combinations of values that flags name or trials have."""
+        named = "schedule" in constraints and not constraints.keys().isdisjoint({"num_token_slices", "token_slices"})
+        return replace(problem, interleaves_token_slices=named or self.calibration.interleaves_token_slices)
 
     def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
         """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form."""

@@ -1,8 +1,11 @@
-"""Alternatives to the winner of a ranking: an order of its ops that is searched for, and parts of the cluster.
+"""Alternatives to the winner of a ranking: an order of its ops, a combination not measured yet, parts of the cluster.
 
 `with_found_order`: a search compares the schedules that have a closed form. Only the winner is then priced with
 `optimised`, and where the model has an output layer of its own also with that layer in parts, one on each pipeline rank
 (`--vocabulary-stages`): up to 32 K tokens it is 13 to 19 % faster in simulation, from 512 K tokens on hardly at all.
+
+`with_interleaved_slices`: a combination that rankings leave out until it was measured (`rules.UNPROVEN`), on the
+winner's layout.
 
 `on_fewer_devices`: every strategy of a ranking uses all devices. Slow links, slow devices or a small batch may make
 some of them useless. The parts that are tried are the fastest kinds of devices of a mixed cluster, and a half, a
@@ -26,8 +29,8 @@ from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.rank.grid_prices import ProgressCallback, no_progress
 from megatron_terapipe.search.rank.ranked import Ranked, priced
 from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.rank.space import SearchProblem, all_choices
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 MOST_OPS = 10_000  # ops of an order that is searched for: more would take longer than all the rest of a search
 WORTH_FINDING = 0.01  # share of the winner's time that an order must save
@@ -72,7 +75,37 @@ def _candidates(
         yield replace(winner, schedule=OPTIMISED, vocabulary_stages=True, stage_partition=given)
 
 
-EFFORT = 0.1  # effort of the search on a part
+EFFORT = 0.1  # effort of the search on a part, or for one alternative
+
+
+def with_interleaved_slices(
+    winner: Ranked,
+    problem: SearchProblem,
+    constraints: Mapping[str, tuple[Any, ...]],
+    pricing_on: Callable[[Cluster], Pricing],
+) -> Ranked | None:
+    """Return the best interleaved schedule with token slices on the winner's layout, where rankings leave it out.
+
+    None if it saves less than a hundredth of the winner's time.
+    """
+    choices = all_choices(problem).constrained(constraints)
+    several = {
+        name: tuple(each for each in choices[name] if each > 1) for name in ("num_model_chunks", "num_token_slices")
+    }
+    if (
+        problem.may_interleave_slices
+        or "interleaved" not in choices["schedule"]
+        or winner.strategy.pipeline_parallel_size == 1
+    ):
+        return None
+    same = {each.name: (getattr(winner.strategy, each.name),) for each in DIMENSIONS if each.ranks}
+    only = Choices({**choices.values, **same, **several, "schedule": ("interleaved",)})
+    allowed = replace(problem, interleaves_token_slices=True)
+    entries = search(allowed, only, pricing_on, top=1, effort=EFFORT, refine=False).entries
+    if not entries or entries[0].iteration_time_s > (1 - WORTH_FINDING) * winner.iteration_time_s:
+        return None
+    return entries[0]
+
 
 LEAST_COMPUTE = 0.6
 """Compute of the best strategy on a part, in that of the winner, at least: it may recompute less and cut into larger

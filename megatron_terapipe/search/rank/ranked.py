@@ -70,8 +70,7 @@ class Ranked:
         return (not self.feasible, False, step, memory_step(peak), network_s, time_s, peak, simplicity(self.strategy))
 
 
-NEARLY_AS_FAST = 0.01  # relative difference of times below which less memory, then less traffic, decides
-AS_MUCH_MEMORY = 0.05  # relative difference of peaks below which traffic decides
+NEARLY_AS_FAST = 0.01  # relative difference of times, then of peaks of memory, below which the next key decides
 
 
 def time_step(ratio: Any) -> Any:
@@ -81,7 +80,7 @@ def time_step(ratio: Any) -> Any:
 
 def memory_step(peak: Any) -> Any:
     """Return the step of a peak of memory; for arrays."""
-    return np.floor(np.log(np.maximum(peak, 1e-9)) / log1p(AS_MUCH_MEMORY))
+    return np.floor(np.log(np.maximum(peak, 1e-9)) / log1p(NEARLY_AS_FAST))
 
 
 def simplicity(strategy: Strategy) -> tuple[Any, ...]:

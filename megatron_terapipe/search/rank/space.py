@@ -40,6 +40,8 @@ class SearchProblem:
     """The trainer that will run the answer."""
     memory_headroom: float = MEMORY_HEADROOM
     """Share of every device's memory that strategies leave free, in [0, 1)."""
+    interleaves_token_slices: bool = False
+    """Whether flags name interleaved schedules and token slices, or trials on such devices have both together."""
     _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
@@ -50,6 +52,11 @@ class SearchProblem:
         if key not in self._partitions:
             self._partitions[key] = self.workload.partition(stage_partition, num_stages)
         return self._partitions[key]
+
+    @property
+    def may_interleave_slices(self) -> bool:
+        """Whether interleaved schedules are tried with token slices: also on CPUs, where they were measured."""
+        return self.interleaves_token_slices or not any(node.device.is_gpu for node in self.cluster.nodes)
 
     @cached_property
     def has_equal_layers(self) -> bool:

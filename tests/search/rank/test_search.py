@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.planning import check_trainable
+from megatron_terapipe.search.learn.calibration import no_calibration
+from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.rank.alternatives import with_interleaved_slices
 from megatron_terapipe.search.rank.grid_prices import HEADROOM
 from megatron_terapipe.search.rank.ranked import (
     NEARLY_AS_FAST,
@@ -21,7 +25,7 @@ from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.answers import prediction
-from tests.search.problems import mixed_cluster, small_cluster, small_problem
+from tests.search.problems import FAST, mixed_cluster, small_cluster, small_problem
 
 
 def pricing_on(problem: SearchProblem):
@@ -152,6 +156,43 @@ def test_a_mixed_cluster_gets_an_order_of_nodes() -> None:
         assert sorted(winner.strategy.placement) == list(range(8))
     # Stages on fast devices have more layers.
     assert not isinstance(bounds, str) and len(set(np.diff(bounds).tolist())) > 1
+
+
+ON_CPUS = Cluster(nodes=tuple(replace(node, device=replace(FAST, is_gpu=False)) for node in small_cluster().nodes))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "constraints", "trials_have_it", "is_tried"),
+    [
+        (small_cluster(), {}, False, False),
+        (small_cluster(), {"schedule": ("1f1b", "interleaved")}, False, False),
+        (small_cluster(), {"num_token_slices": (1, 4)}, False, False),
+        (small_cluster(), {"schedule": ("1f1b", "interleaved"), "num_token_slices": (1, 4)}, False, True),
+        (small_cluster(), {}, True, True),
+        (ON_CPUS, {}, False, True),
+    ],
+)
+def test_interleaved_token_slices_are_tried_where_trials_flags_or_cpus_have_them(
+    cluster: Cluster, constraints: dict[str, tuple], trials_have_it: bool, is_tried: bool
+) -> None:
+    problem = small_problem(cluster, num_layers=12)
+    calibration = replace(no_calibration(), interleaves_token_slices=trials_have_it)
+    costs = Costs(
+        workload=problem.workload, precision="bf16", software=TERAPIPE, calibration=calibration, profile=None, notes=()
+    )
+    problem = costs.problem_with(problem, constraints)
+    choices = all_choices(problem).constrained(constraints)
+    pairs = set()
+    for legal in legal_grids(problem, choices, SearchCounts()):
+        for order, _, _, count, *_ in np.argwhere(legal.legal):
+            pairs.add((*legal.grid.order[order], legal.grid.token_slices[count]))
+    interleaved = [count for schedule, model_chunks, count in pairs if schedule == "interleaved" and model_chunks > 1]
+    assert interleaved or "schedule" not in constraints
+    assert (max(interleaved) > 1) == is_tried
+    winner = search(problem, choices, costs.pricing_on, top=1, refine=False, effort=0.1).entries[0]
+    pipelined = replace(winner, strategy=Strategy(pipeline_parallel_size=4, global_batch_size=8))
+    found = with_interleaved_slices(pipelined, problem, constraints, costs.pricing_on)
+    assert found is None or (not is_tried and found.strategy.num_token_slices > 1)
 
 
 def crowded(memory_bytes: float, headroom: float) -> SearchProblem:
