@@ -189,10 +189,11 @@ def test_interleaved_token_slices_are_tried_where_trials_flags_or_cpus_have_them
     interleaved = [count for schedule, model_chunks, count in pairs if schedule == "interleaved" and model_chunks > 1]
     assert interleaved or "schedule" not in constraints
     assert (max(interleaved) > 1) == is_tried
-    winner = search(problem, choices, costs.pricing_on, top=1, refine=False, effort=0.1).entries[0]
-    pipelined = replace(winner, strategy=Strategy(pipeline_parallel_size=4, global_batch_size=8))
-    found = with_interleaved_slices(pipelined, problem, constraints, costs.pricing_on)
-    assert found is None or (not is_tried and found.strategy.num_token_slices > 1)
+    pipelined = Strategy(pipeline_parallel_size=4, global_batch_size=8)
+    winner = Ranked(strategy=pipelined, prediction=costs.pricing_on(cluster).predict(pipelined))
+    found = with_interleaved_slices(winner, problem, constraints, costs.pricing_on)
+    assert is_tried == (found is None)
+    assert found is None or found.strategy.num_token_slices > 1 < found.strategy.num_model_chunks
 
 
 def crowded(memory_bytes: float, headroom: float) -> SearchProblem:
