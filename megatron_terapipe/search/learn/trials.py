@@ -26,8 +26,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.published_rows import LeftOutError, is_row, trial_of_row
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import TrialCluster, is_flat, parse_cluster, read_flat
-from megatron_terapipe.search.machine.documents import suggestion
-from megatron_terapipe.search.machine.entries import Count, Entry, OrText, Text, fault, place, read_entry
+from megatron_terapipe.search.machine.entries import Count, Entry, OrText, Text, fault, place, read_entry, short_for
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import (
     DEEPSPEED,
@@ -39,7 +38,7 @@ from megatron_terapipe.search.machine.trainers import (
     SOFTWARE,
     described_software,
 )
-from megatron_terapipe.search.price.workload import IMBALANCE, Workload, gpt_workload
+from megatron_terapipe.search.price.workload import IMBALANCE, Layer, Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import GptEntry
 from megatron_terapipe.strategy import Strategy
 
@@ -190,29 +189,13 @@ class StrategyEntry(LooseEntry):
 
     schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
     num_micro_batches: Count | None = None
-    context_parallel_size: Annotated[
-        Count | None, Field(description="Ranks of a ring that share the tokens, in place of sequence_parallel_size.")
-    ] = None
-    expert_tensor_parallel_size: Annotated[
-        Count, Field(description="Ranks that share each expert; expert_parallel_size does not count them.")
-    ] = 1
+    context_parallel_size: Count | None = None
+    expert_tensor_parallel_size: Count = 1
     expert_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     overlaps_expert_exchange: bool = False
-    recompute_num_layers: Annotated[
-        Count | None, Field(description='Transformer layers of each stage that recompute "full" runs again.')
-    ] = None
+    recompute_num_layers: Count | None = None
     layers_per_stage_counting_embedding_and_head: list[int] | None = None
 
-
-def _trainer(value: object) -> object:
-    """Read the name of a trainer as a description without differences."""
-    if isinstance(value, str) and value not in SOFTWARE:
-        raise ValueError(f"is not known: {suggestion(value, SOFTWARE)}")
-    return {LIKE: value} if isinstance(value, str) else value
-
-
-Trainer = Annotated[dict[str, Any], BeforeValidator(_trainer), OrText(f"One of {', '.join(SOFTWARE)}.")]
-"""A name, or an object as files of `--software` have it."""
 
 Seconds = Annotated[float, Field(gt=0)]
 Measured = Annotated[Seconds | None, BeforeValidator(lambda value: None if value == inf else value)]
@@ -240,7 +223,7 @@ class TrialEntry(LooseEntry):
     model: dict[str, Any]
     cluster: dict[str, Any]
     strategy: StrategyEntry
-    software: Trainer | None = None
+    software: Annotated[dict[str, Any], short_for(LIKE), OrText(f"One of {', '.join(SOFTWARE)}.")] | None = None
     precision: Literal["fp16", "bf16", "fp32", "fp8"] | None = None
     forced_balance: bool = False
     measured: MeasuredEntry
@@ -329,7 +312,11 @@ class _Reader:
                 "cluster.num_devices: make them agree"
             )
         group = entry.group or f"{json.dumps(values, sort_keys=True)} {cluster.name} {strategy.global_batch_size}"
-        of_run = {LIKE: None, **(entry.software or {}), "": [entry.source, entry.strategy.model_dump()]}
+        of_run = {
+            **entry.strategy.model_dump(include=set(StrategyEntry.model_fields)),
+            "": entry.source,
+            " ": entry.software,
+        }
         software = self._once("software", of_run, lambda: _software(entry, where))
         is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
         precision = entry.precision or ("bf16" if is_bf16 else "fp16")
@@ -395,13 +382,11 @@ def recomputing_some(workload: Workload, partition: StagePartition, number: int)
 
     Megatron's `--recompute-method block`.
     """
-    kept = {
-        key: replace(layer, recomputed=False) for key, layer in {id(each): each for each in workload.layers}.items()
-    }
-    layers = list(workload.layers)
+    layers, kept = list(workload.layers), dict[int, Layer]()
     for stage in workload.stages(partition):
         for index in [each for each in stage if layers[each].is_block][number:]:
-            layers[index] = kept[id(layers[index])]
+            # Layers of one kind stay one object.
+            layers[index] = kept.setdefault(id(layers[index]), replace(layers[index], recomputed=False))
     return replace(workload, layers=tuple(layers))
 
 

@@ -42,6 +42,7 @@ from megatron_terapipe.search.machine.entries import (
     is_number,
     place,
     read_entry,
+    short_for,
 )
 from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
 from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE, MACHINES, Machine
@@ -179,11 +180,7 @@ class HostEntry(Entry):
     bandwidth: Bandwidth | None = None
 
 
-DeviceOrName = Annotated[
-    DeviceEntry,
-    BeforeValidator(lambda value: {"like": value} if isinstance(value, str) else value),
-    OrText("Name of a device of the library."),
-]
+DeviceOrName = Annotated[DeviceEntry, short_for("like"), OrText("Name of a device of the library.")]
 
 
 class NodeParts(Entry):

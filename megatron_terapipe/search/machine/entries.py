@@ -169,6 +169,11 @@ def fixed(expected: object, remedy: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def short_for(name: str) -> BeforeValidator:
+    """Read text as an object with one field of that value."""
+    return BeforeValidator(lambda value: {name: value} if isinstance(value, str) else value)
+
+
 def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = "") -> AnyEntry:
     """Read an object of a file.
 

@@ -206,13 +206,6 @@ class StateBytes:
         each: float = getattr(self, name)
         return each / shard_size if name in self.divided else each
 
-    def keeping(self, gradient_bytes: int) -> "StateBytes":
-        """Return the bytes with gradients of this size, and a copy in fp32 of those that a rank steps."""
-        if gradient_bytes == ELEMENT_BYTES["fp32"]:
-            return replace(self, gradients=gradient_bytes)
-        divided = {*self.divided, "step"} if "optimizer" in self.divided else self.divided
-        return replace(self, gradients=gradient_bytes, step=max(self.step, 4.0), divided=tuple(sorted(divided)))
-
 
 Values = tuple[tuple[str, tuple[int | str | None, ...]], ...]
 
@@ -273,23 +266,20 @@ class Software:
         for each in self.states:
             if (each.precision, each.zero_stage) == (precision, zero_stage):
                 return each
-        raise ConfigError(
-            f"{self.name} has no states in {precision} at zero_stage {zero_stage}: choose one of "
-            + ", ".join(f"{each.precision} at {each.zero_stage}" for each in self.states)
-        )
+        known = ", ".join(f"{each.precision} at {each.zero_stage}" for each in self.states)
+        raise ConfigError(f"{self.name} has no states in {precision} at zero_stage {zero_stage}: choose one of {known}")
 
     def keeping_gradients(self, precision: str) -> "Software":
         """Return the trainer with gradients that add up and travel in a precision where layers compute in half.
 
         The step casts its part of them to fp32.
         """
-        size = ELEMENT_BYTES[precision]
-        products, messages = self.products, replace(self.communication, reduction_bytes=size)
-        bytes_of_sums = products.accumulation_bytes * size / ELEMENT_BYTES["fp32"]
-        states = tuple(each if each.precision == "fp32" else each.keeping(size) for each in self.states)
-        return replace(
-            self,
-            states=states,
-            communication=messages,
-            products=replace(products, accumulation_bytes=bytes_of_sums),
-        )
+        size, products, messages = ELEMENT_BYTES[precision], self.products, self.communication
+        states = []
+        for each in self.states:
+            divided, step = {*each.divided, "step"} if each.divided else (), 4.0 * (size < ELEMENT_BYTES["fp32"])
+            kept = replace(each, gradients=size, step=max(each.step, step), divided=tuple(sorted(divided)))
+            states.append(each if each.precision == "fp32" else kept)
+        products = replace(products, accumulation_bytes=products.accumulation_bytes * size / ELEMENT_BYTES["fp32"])
+        messages = replace(messages, reduction_bytes=size)
+        return replace(self, states=tuple(states), communication=messages, products=products)

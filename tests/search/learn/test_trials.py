@@ -222,7 +222,7 @@ def test_only_the_first_layers_of_each_stage_are_recomputed(tmp_path: Path) -> N
         (changed("strategy", layers_per_stage_counting_embedding_and_head=[10]), "does not have 2 stages"),
         (changed("measured", iteration_time_s=-1), "measured.iteration_time_s -1 is not a number above 0"),
         (changed("measured", out_of_memory=1), "measured.out_of_memory 1 is not true or false"),
-        (changed(software="megatron"), 'software "megatron" is not known: did you mean megatron-lm?'),
+        (changed(software="megatron"), 'software.like "megatron" is not a known trainer: did you mean megatron-lm?'),
         (changed(precision="int8"), 'precision "int8" is not known'),
         (changed(precision="fp8", software="megatron-core"), 'precision "fp8" is not in the products of a A100-SXM4'),
         (changed(precision="fp8"), "megatron-lm has no states in fp8 at zero_stage 0: choose one of fp32 at 0"),
