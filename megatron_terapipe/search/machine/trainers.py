@@ -202,7 +202,7 @@ FSDP = Software(
             divided=("weights", "gradients", "optimizer", "step"),
             bucket=4 if precision == "fp32" else 2,
         )
-        for precision in ("fp32", "fp16", "bf16")
+        for precision in ("fp32", "fp16", "bf16", "fp8")
     ),
 )
 
@@ -303,10 +303,17 @@ MEGATRON_CORE = Software(
     # The distributed optimizer divides copies and moments, not the gradients that products add to.
     states=tuple(
         StateBytes(
-            precision, stage, weights=weights, gradients=4, optimizer=optimizer, divided=("optimizer",) if stage else ()
+            precision,
+            stage,
+            weights=weights,
+            gradients=4,
+            optimizer=optimizer,
+            divided=divided,
+            # Its FSDP gathers the weights of a layer.
+            bucket=weights if stage == 3 else 0,
         )
         for precision, weights, optimizer in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12), ("fp8", 2, 12))
-        for stage in (0, 1)
+        for stage, divided in ((0, ()), (1, ("optimizer",)), (3, ("weights", "gradients", "optimizer")))
     ),
 )
 

@@ -173,6 +173,27 @@ def product_s(trial: Trial) -> float:
             lambda one, other: [step_traffic(each.software, "bf16", 0).reduced_bytes for each in (one, other)],
             lambda one, other: [4, 2],
         ),
+        # Optimizer states of 12 bytes, divided by two ranks of eight.
+        (
+            on_h100({"data_parallel_size": 8, "zero_stage": 1, "zero_shard_size": 2}),
+            [on_h100({"data_parallel_size": 8, "zero_stage": 1})],
+            lambda one, other: [counted(one).optimizer, counted(other).optimizer],
+            lambda one, other: [pytest.approx(12 * one.workload.parameters / size) for size in (2, 8)],
+        ),
+        # Weights too, in stage 3 of Megatron's FSDP.
+        (
+            on_h100({"data_parallel_size": 4, "tensor_parallel_size": 2, "zero_stage": 3}),
+            [on_h100({"data_parallel_size": 4, "tensor_parallel_size": 2, "zero_stage": 1})],
+            lambda one, other: (counted(one).weights, time_s(one) > time_s(other)),
+            lambda one, other: (counted(other).weights / 4, True),
+        ),
+        # And of 4 bytes in PyTorch's.
+        (
+            on_h100({"data_parallel_size": 8, "zero_stage": 3, "zero_shard_size": 2}, software="fsdp"),
+            [on_h100({"data_parallel_size": 8, "zero_stage": 3}, software="fsdp")],
+            lambda one, other: [counted(one).weights, counted(other).weights],
+            lambda one, other: [pytest.approx(4 * one.workload.parameters / size) for size in (2, 8)],
+        ),
         # Two of eight layers run again.
         (
             on_h100({"recompute": "full", "recompute_num_layers": 2}),
@@ -184,7 +205,7 @@ def product_s(trial: Trial) -> float:
             ),
         ),
     ],
-    ids=["context parallel", "expert tensor parallel", "fp8", "gradients", "reductions", "some layers recomputed"],
+    ids="ring expert-tensor-ranks fp8 gradients reductions node-local-zero zero-3 hsdp some-layers-recomputed".split(),
 )
 def test_a_value_is_priced(
     tmp_path: Path,
