@@ -128,11 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(sizes: MeasuredSizes, slots: Sequence[int] | None, ranks: int) -> Iterator[str]:
-    """Yield the planned measurements, their place and their duration, a line each.
-
-    Args:
-        slots: ranks of each host; None = this machine.
-    """
+    """Yield the measurements, where, and how long, a line each; `slots`: ranks of each host, None = this machine."""
     where = f"{ranks} ranks of this machine" if slots is None else f"{sum(slots)} ranks on {len(slots)} hosts"
     runs = [run for size, recompute, _ in sizes.layouts() for run in sizes.runs(size, recompute)]
     yield f"measuring on {where}, {sizes.precision}: the engine, then links, then {len(runs)} sizes of layers"

@@ -1,8 +1,4 @@
-"""The files of an answer: its JSON, its page, and those that launch the winner.
-
-launch_of -> Launch.write      strategy.json, hostfile in the order of ranks, ds_config.json, launch.sh
-write_files, write_page        ranking.json, report.html with simulated timelines
-"""
+"""The files of an answer: its JSON, its page, and those that launch the winner."""
 
 import json
 import shlex
@@ -167,11 +163,7 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
 
 
 def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
-    """Return the nodes in the order in which their ranks come, each with the devices that are used.
-
-    Args:
-        cluster: the nodes, in the order of the hostfile.
-    """
+    """Return the nodes in the order in which their ranks come, each with the devices that are used."""
     places = strategy.placement or tuple(range(strategy.world_size))
     if len(places) != strategy.world_size or max(places) >= cluster.num_devices:
         raise ConfigError(

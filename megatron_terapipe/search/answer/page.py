@@ -76,7 +76,6 @@ def render_page(
 
 
 def _winner(entry: Entry) -> str:
-    """Return the best strategy and its figures."""
     prediction, strategy = entry.price, Strategy.from_json(entry.strategy)
     interval = ""
     if prediction.interval_s is not None:
@@ -100,7 +99,6 @@ def _winner(entry: Entry) -> str:
 
 
 def _why(first: Entry, second: Entry) -> str:
-    """Return the differences between the winner and another strategy."""
     found = compare(first, second)
     changes = "".join(
         f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
@@ -114,23 +112,18 @@ def _why(first: Entry, second: Entry) -> str:
 
 
 def _ranking(document: RankDocument) -> str:
-    """Return the table of the ranking."""
     entries = document.entries[:MOST_ROWS]
     names, rows = rows_of(entries, document.model.seq_length)
     head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
+    kinds = ["left why" if name == "why not" else "left" if name in LEFT else "" for name in names]
     lines = []
     for entry, row in zip(entries, rows, strict=True):
         kind = "out" if not entry.feasible else "first" if entry.rank == 1 else ""
-        cells = "".join(_cell(name, text) for name, text in zip(names, row, strict=True))
-        lines.append(f'<tr class="{kind}">{cells}</tr>')
+        cells = (f'<td class="{each}">{escape(text)}</td>' for each, text in zip(kinds, row, strict=True))
+        lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
     more = len(document.entries) - len(entries)
     rest = f'<p class="sub">{more} more are in the JSON.</p>' if more > 0 else ""
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
-
-
-def _cell(name: str, text: str) -> str:
-    kind = "left why" if name == "why not" else "left" if name in LEFT else ""
-    return f'<td class="{kind}">{escape(text)}</td>'
 
 
 def _times(entries: list[Entry]) -> str:

@@ -25,7 +25,6 @@ from megatron_terapipe.search.answer.flags import (
 from megatron_terapipe.search.answer.json_schema import Cut, TokenSlicesDocument
 from megatron_terapipe.search.answer.output_files import write_document
 from megatron_terapipe.search.learn.costs import costs_of
-from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.rules import broken_rule
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem
 from megatron_terapipe.search.rank.token_slices import MOST_TOKENS, PricedCut, SolvedCut, solve_cut
@@ -93,9 +92,15 @@ def run(options: argparse.Namespace) -> int:
         # Other notes of `costs` are about intervals, and there are none here.
         notes = (*notes, *costs.notes)
     if strategy.schedule == OPTIMISED:
-        flags += f" {machine_flags(options)}"
+        # The trainer then finds the same order for the same cluster and profile.
+        profile = [] if options.profile is None else ["--op-profile", options.profile]
+        flags += f" {shlex.join(['--cluster', options.cluster, *profile])}"
         notes = (*notes, *_unlike_the_trainer(options, problem))
-    notes = (*notes, *_memory_notes(pricing, strategy, solved))
+    cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
+    memory = pricing.memory(cut)
+    reasons = (pricing.why_it_does_not_fit(cut, memory, headroom) for headroom in (0.0, MEMORY_HEADROOM))
+    if (reason := next(filter(None, reasons), None)) is not None:
+        notes = (*notes, f"with these token slices: {reason}")
     document = token_slices_document(solved, strategy, problem, flags=flags, notes=notes)
     if options.json != STANDARD_OUTPUT:
         print_cuts(document)
@@ -136,27 +141,12 @@ def flags_of(token_slices: tuple[int, ...]) -> str:
     return f"--num-token-slices {len(token_slices)} --token-slices {','.join(map(str, token_slices))}"
 
 
-def machine_flags(options: argparse.Namespace) -> str:
-    """Return the flags of the trainer that make it find an optimised order for the same cluster and profile."""
-    profile = [] if options.profile is None else ["--op-profile", options.profile]
-    return shlex.join(["--cluster", options.cluster, *profile])
-
-
 def _unlike_the_trainer(options: argparse.Namespace, problem: SearchProblem) -> Iterator[str]:
     """Yield how the trainer's own search for an optimised order would differ, a line each."""
     if options.device is not None and {node.device.name for node in problem.cluster.nodes} != {DEVICE}:
         yield f"the trainer takes the devices of a hostfile for {DEVICE}: give --cluster a file of nodes"
     if options.calibrate or options.calibration:
         yield "the trainer finds the order of the ops without trials: lengths are as given here"
-
-
-def _memory_notes(pricing: Pricing, strategy: Strategy, solved: SolvedCut) -> tuple[str, ...]:
-    """Return a note if the best cut leaves no headroom in memory."""
-    cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
-    memory = pricing.memory(cut)
-    reasons = (pricing.why_it_does_not_fit(cut, memory, headroom) for headroom in (0.0, MEMORY_HEADROOM))
-    reason = next(filter(None, reasons), None)
-    return () if reason is None else (f"with these token slices: {reason}",)
 
 
 def print_cuts(document: TokenSlicesDocument) -> None:

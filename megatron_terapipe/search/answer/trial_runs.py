@@ -1,9 +1,4 @@
-"""Trials of one question: run by DeepSpeed's launcher, kept in the trials file, compared with predictions.
-
-run_strategy   launches a strategy as the search's launch command does -> Outcome
-Journal        the trials file: a line after each run, so that an interruption loses one run at most
-trial_document, print_trials   measurements and predictions, before and after calibration
-"""
+"""Trials of one question: run by DeepSpeed's launcher, kept in the trials file, compared with predictions."""
 
 import json
 import os
@@ -71,11 +66,16 @@ def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -
     times, peaks = read_metrics(metrics)
     peak = max(peaks, default=None)
     if times and (exit_code == 0 or len(times) >= iterations):
-        return Outcome(iteration_time_s=median(steady(times)), peak_memory_bytes=peak)
+        # Of a short run, its later half.
+        steady = times[min(WARM_UP_ITERATIONS, len(times) // 2) :]
+        return Outcome(iteration_time_s=median(steady), peak_memory_bytes=peak)
+    lowered = output.lower()
+    # The operating system kills a rank when memory runs out.
+    killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
     return Outcome(
         iteration_time_s=None,
         peak_memory_bytes=peak,
-        out_of_memory=ran_out_of_memory(exit_code, output),
+        out_of_memory=killed or any(words in lowered for words in MEMORY_WORDS),
         reason=failure(exit_code, output),
     )
 
@@ -92,11 +92,6 @@ def over_rounds(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def steady(times: Sequence[float]) -> Sequence[float]:
-    """Return the iterations after the warm-up; of a short run, its later half."""
-    return times[min(WARM_UP_ITERATIONS, len(times) // 2) :]
-
-
 def read_metrics(path: Path) -> tuple[list[float], list[float]]:
     """Seconds of each iteration, and peak bytes where they were measured, of a metrics file."""
     times, peaks = [], []
@@ -110,13 +105,6 @@ def read_metrics(path: Path) -> tuple[list[float], list[float]]:
                 times.append(float(values["iteration_time_s"]))
                 peaks += [float(peak) for peak in values.get("peak_memory_bytes") or ()]
     return times, peaks
-
-
-def ran_out_of_memory(exit_code: int, output: str) -> bool:
-    """Whether a failed run was out of memory: by its output, or because the operating system killed a rank."""
-    lowered = output.lower()
-    killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
-    return killed or any(words in lowered for words in MEMORY_WORDS)
 
 
 def failure(exit_code: int, output: str) -> str:
@@ -155,11 +143,7 @@ def default_trainer() -> Path:
 
 
 def run_strategy(strategy: Strategy, problem: SearchProblem, settings: TrialSettings, *, name: str) -> Outcome:
-    """Run a strategy for a few iterations and return the result.
-
-    Raises:
-        ConfigError: if the launcher is not installed or cannot place the ranks so, or the trainer refuses the flags.
-    """
+    """Run a strategy for a few iterations and return the result."""
     launch = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
     # Other hosts must see the folder, too, as they see the current one.
     with TemporaryDirectory(prefix="trial-", dir=Path.cwd() if launch.many_nodes else None) as scratch:

@@ -98,10 +98,7 @@ class Cluster:
     def at_most(self, num_devices: int) -> "Cluster":
         """Return a part of the cluster: its fastest nodes, whole ones while there is room, in their order.
 
-        If not even one node has so few devices, the part is as many devices of the fastest node.
-
-        Args:
-            num_devices: devices of the part at most; from 1.
+        If not even one node has so few devices (from 1), the part is as many devices of the fastest node.
         """
         kept: dict[int, Node] = {}
         left = num_devices

@@ -284,9 +284,7 @@ def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str
 def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False) -> NodeGroup:
     """Return a group with the parts that an entry gives.
 
-    Args:
-        keeps_cards: whether a network of which only the bandwidth is given has the usual number of cards: those of the
-            machine that the file names. Otherwise it has one card.
+    `keeps_cards`: whether a network with only a bandwidth has the cards of the machine that the file names, not one.
     """
     node, notes = group.node, list(group.notes)
     if entry.devices is not None:
@@ -427,11 +425,7 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
 
 
 def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...]]:
-    """Read a cluster from the object of a file.
-
-    Args:
-        document: in our form (`nodes`) or in that of trials (`num_devices` or `num_nodes`, `device`, ...).
-    """
+    """Read a cluster from the object of a file, in our form (`nodes`) or in that of trials (`device`, ...)."""
     if is_flat(document):
         return read_flat(read_entry(FlatCluster, document, where), where)
     cluster = read_entry(ClusterEntry, document, where)

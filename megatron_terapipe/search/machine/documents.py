@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable
-from difflib import get_close_matches
 
+from deepspeed_ext.plan.terminal import nearest
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.parsing import parse_json, parse_yaml
 from megatron_terapipe.errors import ConfigError
@@ -30,10 +30,9 @@ def parse_text(text: str, path: str) -> object:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the remedy for an unknown name: the most similar known name, or all of them."""
-    names = list(known)
-    lowered = {each.lower(): each for each in names}
-    nearest = get_close_matches(name.lower(), lowered, n=1)
-    return f"did you mean {lowered[nearest[0]]}?" if nearest else f"choose among {', '.join(names)}"
+    lowered = {each.lower(): each for each in known}
+    found = nearest(name, lowered)
+    return f"did you mean {lowered[found]}?" if found else f"choose among {', '.join(lowered.values())}"
 
 
 def short(value: object) -> str:

@@ -175,11 +175,7 @@ def short_for(name: str) -> BeforeValidator:
 
 
 def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = "") -> AnyEntry:
-    """Read an object of a file.
-
-    Args:
-        path: way to the object inside the file, such as `nodes[2].network`; empty for the whole file.
-    """
+    """Read an object of a file; `path`: way to it inside the file, such as `nodes[2].network`."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:

@@ -1,10 +1,5 @@
 """DeepSpeed's launcher on this host and on others: words that remote shells may read, free ports, start and end.
 
-    check_remote_words   words of a command that pdsh hands to the shells of other hosts unquoted
-    launcher, variables  the command and the environment of a launch
-    free_ports           for rendezvous
-    supervised           a launch that ends with this process, on all hosts (`supervisor.py`)
-
 DeepSpeed's pdsh launcher puts words with blanks between double quotes, and quotes no other words (`PDSHRunner` in
 deepspeed/launcher/multinode_runner.py, 0.19.8): a path with `;` or `$(...)` would run a command on every host.
 """

@@ -112,10 +112,7 @@ class LayerTimer:
         """Medians over repeats, for each token slice of each layer; all ranks must call it at the same time.
 
         All runs are visited in turn, again and again, so that a temporary disturbance of the machine affects all runs.
-
-        Args:
-            is_over: callback(visited run) that returns the same on all ranks: whether time is over. At least one run is
-                visited.
+        `is_over(visited run)`: whether time is over, the same on all ranks; at least one run is visited.
         """
         sums: dict[LayerShape, AccumulatedGradients | None] = {}
         for layers in built:
@@ -270,9 +267,7 @@ def measure_links(
 ) -> list[ProfiledLink]:
     """Measure every class of links between ranks; every rank must call it at the same time.
 
-    Args:
-        budget_s: seconds for all classes together, the same on every rank; on a slow link the longest messages are
-            omitted.
+    `budget_s`: for all classes, the same on every rank; on a slow link the longest messages are omitted.
     """
     if dist.get_world_size() == 1:
         return []

@@ -114,16 +114,10 @@ class Surface:
     def __call__(
         self, micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, *, parts: ScalarOrArray = 1.0
     ) -> Numbers:
-        """Seconds; arguments broadcast.
-
-        Args:
-            parts: into how many equal parts all but the fixed time is cut, for more ranks than were measured.
-        """
+        """Seconds; arguments broadcast. All but the fixed time is cut into `parts`, for more ranks than measured."""
         size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))
-        by_size = [
-            self._log_factor(each, held, begin, stop) for each, held in zip(self.sizes, self.by_size, strict=True)
-        ]
-        log_factor = _between(self.sizes, size, np.stack(by_size), lambda each: self._fitted(each, begin, stop))
+        factors = [self._log_factor(*each, begin, stop) for each in zip(self.sizes, self.by_size, strict=True)]
+        log_factor = _between(self.sizes, size, np.stack(factors), lambda each: self._fitted(each, begin, stop))
         return self._fitted(size, begin, stop, parts) * np.exp(log_factor)
 
     def _fitted(
@@ -188,19 +182,14 @@ def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
     relative = features / seconds[:, None]
     scale = np.maximum(relative.max(axis=0), TINY_S)
     relative = relative / scale
-    columns = _independent(relative)
+    # Columns [4] that are linearly independent of those before them in the order of preference.
+    columns: list[int] = []
+    for column in PREFERRED:
+        if np.linalg.matrix_rank(relative[:, [*columns, column]]) > len(columns):
+            columns.append(column)
     found: Numbers = np.zeros(len(scale))
     found[columns] = nnls(relative[:, columns], np.ones(len(seconds)))[0] / scale[columns]
     return found
-
-
-def _independent(features: NDArray[np.float64]) -> list[int]:
-    """Columns of features [n, 4] that are linearly independent of those before them in the order of preference."""
-    chosen: list[int] = []
-    for column in PREFERRED:
-        if np.linalg.matrix_rank(features[:, [*chosen, column]]) > len(chosen):
-            chosen.append(column)
-    return chosen
 
 
 def _monotonic(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
@@ -351,10 +340,8 @@ def measured_efficiency(
 ) -> HardwareEfficiency:
     """Return the efficiency with the measured constants of a profile; the others are unchanged.
 
-    Several measurements of a kind of link have equal weight: one group, and several that share the cards of a node.
-
-    Args:
-        cluster: a cluster with nodes as measured; of several kinds of nodes the first with measured devices counts.
+    Several measurements of a kind of link have equal weight: one group, and several that share the cards of a node. Of
+    several kinds of nodes the first with measured devices counts.
     """
     efficiency = efficiency or HardwareEfficiency()
     node = measured_node(profile, measured_cluster(profile, cluster))

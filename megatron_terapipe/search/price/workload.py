@@ -316,11 +316,7 @@ WORD_EMBEDDING = "word embedding"
 
 
 def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBALANCE) -> Workload:
-    """Return the layers of a GPT: embedding, transformer layers, last norm, head.
-
-    Args:
-        imbalance: as `Experts` has it.
-    """
+    """Return the layers of a GPT: embedding, transformer layers, last norm, head; `imbalance`: see `Experts`."""
     words = model.padded_vocab_size() * model.hidden_size
     positions = flops.embedding_parameters(model) - words
     tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDING

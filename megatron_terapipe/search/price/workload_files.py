@@ -158,12 +158,9 @@ OF_ANY_SIZE = frozenset({"vocab_size", "seq_length", "max_position_embeddings"})
 
 
 def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None) -> Workload:
-    """Read a model.
+    """Read a model: a JSON or YAML file, a `config.json` of Hugging Face or its folder, or the name of a preset.
 
-    Args:
-        path_or_preset: a JSON or YAML file; or a `config.json` of Hugging Face, or the folder that holds it; or the
-            name of a preset, such as `gpt3-13b`.
-        changes: values that replace fields of the file or the preset.
+    `changes` replace fields of the file or the preset.
     """
     if is_model_folder(path_or_preset):
         return read_workload(str(Path(path_or_preset) / CONFIG_FILE), changes)
@@ -171,24 +168,25 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
         raise ConfigError(
             f"model {path_or_preset} is a folder without {CONFIG_FILE}: give a file, or the name of a preset"
         )
-    if path_or_preset in MODEL_PRESETS and not Path(path_or_preset).exists():
-        return parse_workload({"preset": path_or_preset}, f"preset {path_or_preset}", changes)
-    if not Path(path_or_preset).exists() and "/" not in path_or_preset and "." not in Path(path_or_preset).name:
-        raise ConfigError(f"model {path_or_preset} is neither a file nor a preset: {_nearest_preset(path_or_preset)}")
-    if not Path(path_or_preset).exists() and not Path(path_or_preset).suffix[1:].isalpha():
-        raise ConfigError(
-            f"model {path_or_preset} is not a local file, and models are not downloaded: download its {CONFIG_FILE} "
-            "and give the path"
-        )
+    if not Path(path_or_preset).exists():
+        if path_or_preset in MODEL_PRESETS:
+            return parse_workload({"preset": path_or_preset}, f"preset {path_or_preset}", changes)
+        if "/" not in path_or_preset and "." not in Path(path_or_preset).name:
+            remedy = _nearest_preset(path_or_preset)
+            raise ConfigError(f"model {path_or_preset} is neither a file nor a preset: {remedy}")
+        if not Path(path_or_preset).suffix[1:].isalpha():
+            raise ConfigError(
+                f"model {path_or_preset} is not a local file, and models are not downloaded: download its "
+                f"{CONFIG_FILE} and give the path"
+            )
     return parse_workload(parse_text(read_text(path_or_preset), path_or_preset), path_or_preset, changes)
 
 
 def parse_workload(document: object, where: str, changes: Mapping[str, Any] | None = None) -> Workload:
     """Read a model from the object of a file.
 
-    Args:
-        document: fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or those of
-            Hugging Face, with `model_type`.
+    It has fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or those of Hugging
+    Face, with `model_type`.
     """
     if isinstance(document, Mapping) and "layers" in document:
         if changes:
