@@ -14,7 +14,8 @@ Massively Scale Your Deep Learning Training with NCCL 2.4).
 
 All-reduces between two nodes do not ring: each node sums inside and exchanges its sum with the other, so that a
 network card carries the bytes once, not 2 (n - 1)/n times (NCCL's trees; github.com/NVIDIA/nccl-tests/issues/196).
-Among more nodes a tree carries as much as a ring.
+Among more nodes a tree carries as much as a ring. Both reach the same share of a card: published measurements show no
+common difference (NVIDIA/nccl issues 209, 330 and 527, nccl-tests issue 22).
 """
 
 from collections.abc import Sequence
