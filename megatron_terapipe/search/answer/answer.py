@@ -24,9 +24,7 @@ def entries_of(problem: SearchProblem, entries: Iterable[Ranked], training: Trai
             variants=each.variants,
             strategy=each.strategy.to_json(),
             predicted=None if each.prediction is None else predicted_part(problem, each.strategy, each.prediction),
-            decision=training.decision(problem, each.strategy, each.prediction.iteration_time_s)
-            if each.feasible and each.prediction
-            else None,
+            decision=training.decision(problem, each),
             feasible=each.feasible,
             reason=each.reason,
         )

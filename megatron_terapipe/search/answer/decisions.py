@@ -17,8 +17,8 @@ from megatron_terapipe.search.answer.figures import amount_text, count_text, dev
 from megatron_terapipe.search.answer.json_schema import DecisionPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import names_one_device, power_of
+from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
-from megatron_terapipe.strategy import Strategy
 
 HOUR, DAY, YEAR = 3600.0, 86_400.0, 365.25 * 86_400.0
 MILLION = 1e6  # tokens that price and energy are of without `--tokens`
@@ -40,7 +40,7 @@ class Training:
     """Mean time between failures of a device."""
     save_s: float = 0.0
     """Seconds that training stands still for a save."""
-    restart_s: float = 0.0
+    restart_s: float = RESTART_S
     """Seconds from a failure to the next iteration."""
 
     def hourly_price(self, devices: Mapping[str, int]) -> float | None:
@@ -57,19 +57,18 @@ class Training:
         mean = self.between_failures_s / num_devices
         share = self.save_s / (2 * mean)
         interval = 2 * mean * math.sqrt(share) * (1 + math.sqrt(share) / 3 + share / 9) - self.save_s
-        return interval, interval / (
-            mean * math.exp(self.restart_s / mean) * math.expm1((interval + self.save_s) / mean)
-        )
+        lost = math.exp(self.restart_s / mean) * math.expm1((interval + self.save_s) / mean)
+        return interval, interval / (mean * lost)
 
-    def decision(self, problem: SearchProblem, strategy: Strategy, iteration_time_s: float) -> DecisionPart | None:
-        """Return the figures of a strategy; None if no flag is given."""
-        if self == NOT_ASKED:
+    def decision(self, problem: SearchProblem, entry: Ranked) -> DecisionPart | None:
+        """Return the figures of a strategy; None if it cannot run, or no flag is given."""
+        if self == NOT_ASKED or not entry.feasible or entry.prediction is None:
             return None
-        devices = devices_of(problem.cluster, strategy)
+        devices = devices_of(problem.cluster, entry.strategy)
         saves, goodput = self.goodput(sum(devices.values())) or (None, None)
         tokens = self.tokens or MILLION
-        steps = tokens / (strategy.num_sequences * problem.workload.seq_length)
-        hours = steps * iteration_time_s / (1.0 if goodput is None else goodput) / HOUR
+        steps = tokens / (entry.strategy.num_sequences * problem.workload.seq_length)
+        hours = steps * entry.iteration_time_s / (1.0 if goodput is None else goodput) / HOUR
         price = self.hourly_price(devices)
         watts = sum(number * (power_of(name) or math.nan) for name, number in devices.items())
         return DecisionPart(
@@ -86,8 +85,8 @@ class Training:
         lines = []
         if self.tokens is not None:
             unknown = " and ".join(name for name in devices_of(cluster) if power_of(name) is None)
-            limit = "kWh: boards at the power limit of their data sheets, without hosts, network and cooling"
-            energy = f"the power of {unknown} is not known" if unknown else limit
+            energy = "kWh: boards at the power limit of their data sheets, without hosts, network and cooling"
+            energy = f"the power of {unknown} is not known" if unknown else energy
             lines.append(f"days: {count_text(self.tokens)} tokens at the predicted times; {energy}")
         if self.between_failures_s and (found := self.goodput(cluster.num_devices)):
             mean_hours = amount_text(self.between_failures_s / cluster.num_devices / HOUR)
@@ -122,20 +121,23 @@ def training_of(options: argparse.Namespace, cluster: Cluster) -> Training:
         for name in ("tokens", "failures_per_device_year", "save_seconds", "restart_seconds")
     )
     prices = {} if options.price is None else parse_prices(options.price, list(devices_of(cluster)))
-    if rate is save_s is restart_s is None:
-        return Training(tokens=tokens, prices=prices)
-    if rate is None or save_s is None:
+    if (rate is None) != (save_s is None) or (rate is None and restart_s is not None):
         missing = "--failures-per-device-year" if rate is None else "--save-seconds"
         raise ConfigError(f"{missing} is missing, and a goodput needs failures and saves: give it")
-    mean_s, lost_s = YEAR / rate / cluster.num_devices, save_s + (restart_s or RESTART_S)
-    if mean_s <= lost_s:
+    training = Training(
+        tokens=tokens,
+        prices=prices,
+        between_failures_s=None if rate is None else YEAR / rate,
+        save_s=save_s or 0.0,
+        restart_s=restart_s or RESTART_S,
+    )
+    lost_s = training.save_s + training.restart_s
+    if rate is not None and (mean_s := YEAR / rate / cluster.num_devices) <= lost_s:
         raise ConfigError(
             f"--failures-per-device-year {rate:g} is a failure each {mean_s:.3g} s on {cluster.num_devices:,} devices, "
             f"and a save and a restart take {lost_s:g} s: correct them"
         )
-    return Training(
-        tokens=tokens, prices=prices, between_failures_s=YEAR / rate, save_s=save_s, restart_s=lost_s - save_s
-    )
+    return training
 
 
 def parse_prices(text: str, devices: Sequence[str]) -> dict[str, float]:

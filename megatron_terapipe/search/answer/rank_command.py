@@ -129,11 +129,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, print the answer, and return the exit code: 1 if no strategy can run."""
-    check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
+    batch = options.global_batch_size
+    check_count("--global-batch-size", batch, MOST_SEQUENCES)
     check_count("--top", options.top)
     if not 0 < options.effort < math.inf:
         raise ConfigError(f"--effort {options.effort} is not above 0 and finite: give 1, or more for a longer search")
-    problem, notes = problem_of(options, options.global_batch_size)
+    problem, notes = problem_of(options, batch)
     training = training_of(options, problem.cluster)
     constraints = constraints_of(options)
     check_runnable(constraints, problem.software)
@@ -167,14 +168,7 @@ def run(options: argparse.Namespace) -> int:
     )
     counts = result.counts
     document = RankDocument(
-        **ranking(
-            problem,
-            entries,
-            all_notes,
-            global_batch_size=options.global_batch_size,
-            constraints=constraints,
-            training=training,
-        ),
+        **ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training),
         advice=advice,
         search=SearchPart(
             considered=counts.total,

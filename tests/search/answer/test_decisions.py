@@ -3,6 +3,7 @@
 import io
 import math
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 import rich.console
@@ -17,7 +18,7 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.strategy import Strategy
 from tests.search import problems
-from tests.search.answer.answers import BEST, answer, small_problem, strategies
+from tests.search.answer.answers import answer, small_problem, strategies
 
 HOUR, YEAR = 3600, 365.25 * 86_400
 
@@ -34,25 +35,30 @@ def asked(flags: str, *devices: str) -> Training:
 
 def test_figures_by_hand() -> None:
     training = Training(tokens=1.024e6, prices={"A100-SXM4-80GB": 2.5})
-    found = training.decision(small_problem(), BEST, 1.4)
+    best = strategies()[0]
+    found = training.decision(small_problem(), best)
     assert found is not None and (found.goodput, found.save_interval_s) == (None, None)
     seconds = 1000 * 1.4  # 8 sequences of 128 tokens a step
     assert found.days == pytest.approx(seconds / 86_400)
     assert found.cost == pytest.approx(16 * 2.5 * seconds / HOUR)
     assert found.energy_kwh == pytest.approx(16 * 0.4 * seconds / HOUR)
     # Only devices with a rank are paid for, and failures cost days, money and energy.
-    half = training.decision(small_problem(), Strategy(data_parallel_size=8, global_batch_size=8), 1.4)
+    half = training.decision(
+        small_problem(), replace(best, strategy=Strategy(data_parallel_size=8, global_batch_size=8))
+    )
     assert half is not None and half.cost == pytest.approx(found.cost / 2)
     failing = Training(prices=training.prices, between_failures_s=YEAR, save_s=20, restart_s=600)
-    dear = failing.decision(small_problem(), BEST, 1.4)
+    dear = failing.decision(small_problem(), best)
     assert dear is not None and dear.goodput is not None and dear.tokens == 1e6 and dear.days is None
     assert dear.cost == pytest.approx(found.cost / 1.024 / dear.goodput)
-    assert NOT_ASKED.decision(small_problem(), BEST, 1.4) is None
+    assert NOT_ASKED.decision(small_problem(), best) is None
+    assert training.decision(small_problem(), replace(best, reason="it does not fit")) is None
 
 
 def test_energy_of_unknown_devices_is_unknown() -> None:
     problem = problems.small_problem()
-    found = Training(tokens=1e9).decision(problem, Strategy(data_parallel_size=4, global_batch_size=8), 1.0)
+    plain = replace(strategies()[0], strategy=Strategy(data_parallel_size=4, global_batch_size=8))
+    found = Training(tokens=1e9).decision(problem, plain)
     assert found is not None and found.days is not None and found.energy_kwh is None
     assert Training(tokens=1e9).notes(problem.cluster) == [
         "days: 1 B tokens at the predicted times; the power of fast is not known"
