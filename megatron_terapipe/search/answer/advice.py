@@ -238,9 +238,11 @@ def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str |
         return None
     # Devices of other kinds have other prices.
     is_cheaper = cost(best) <= 1 - CHEAPER and (best.price_ratio is not None or cluster.is_uniform)
-    kinds = " and ".join(f"{ratio:.2f} times those of {name}" for name, ratio in best.device_hours_ratio.items())
-    used = f"{1 - best.cost_ratio:.0%} fewer device hours a token" + (f" ({kinds})" if "and" in kinds else "")
-    price = "" if best.price_ratio is None else f" and {best.price_ratio:.2f} times the price"
+    used = f"{1 - best.cost_ratio:.0%} fewer device hours a token"
+    if len(best.device_hours_ratio) > 1:
+        kinds = [f"{ratio:.2f} times those of {name}" for name, ratio in best.device_hours_ratio.items() if ratio]
+        used += f", {' and '.join(kinds)}"
+    price = "" if best.price_ratio is None else f", at {best.price_ratio:.2f} times the price"
     return (
         f"fewer devices {'are cheaper' if is_cheaper else 'take fewer device hours'}: {on_part(best)}, "
         f"{best.time_ratio:.2f} times as long as on all, for {used}{price}: add --devices-at-most "

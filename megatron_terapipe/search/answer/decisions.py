@@ -143,17 +143,20 @@ def training_of(options: argparse.Namespace, cluster: Cluster) -> Training:
 def parse_prices(text: str, devices: Sequence[str]) -> dict[str, float]:
     """Return the price of an hour of each device, from 2.5 or A100=2.5,V100=1.2."""
     found: dict[str, float] = {}
-    for part in text.split(",") if "=" in text or len(devices) > 1 else [f"{devices[0]}={text}"]:
-        name, _, price = (each.strip() for each in part.partition("="))
-        named = [each for each in devices if names_one_device(name, each)]
-        # A100 is also that of 40 GB where a cluster has no other.
-        named = named or [each for each in devices if name_words(name) <= name_words(each)]
-        if not named or found.keys() & set(named):
-            problem = f"two prices of {name}" if named else f"no device of the cluster in {part!r}"
-            raise ConfigError(f"--price {text} has {problem}: give {','.join(f'{each}=PRICE' for each in devices)}")
-        found |= dict.fromkeys(named, _number(price, f"--price {text}"))
-    if missing := [name for name in devices if name not in found]:
-        raise ConfigError(f"--price {text} has no price of {' and '.join(missing)}: add {missing[0]}=PRICE")
+    parts = text.split(",") if "=" in text or len(devices) > 1 else [f"{devices[0]}={text}"]
+    given = [[word.strip() for word in part.partition("=")[::2]] for part in parts]
+    remedy = f"give {','.join(f'{each}=PRICE' for each in devices)}"
+    unused = {name for name, _ in given}
+    for device in devices:
+        named = [pair for pair in given if names_one_device(pair[0], device)]
+        # V100 is that of 16 GB, and any other V100 without a price of its own.
+        named = named or [pair for pair in given if name_words(pair[0]) <= name_words(device)]
+        if len(named) != 1:
+            raise ConfigError(f"--price {text} has {'two prices' if named else 'no price'} of {device}: {remedy}")
+        found[device] = _number(named[0][1], f"--price {text}")
+        unused.discard(named[0][0])
+    if unused:
+        raise ConfigError(f"--price {text} has {' and '.join(unused)}, which the cluster has not: {remedy}")
     return found
 
 
