@@ -299,8 +299,6 @@ class Predicted(Speed):
     """Bytes of the fullest rank; 0 = not predicted."""
     breakdown: BreakdownObject
     """Seconds of the busiest pipeline rank by their cause; they add up to the iteration."""
-    network_s: float
-    """Seconds of all messages between nodes on the pipeline rank with most of them, hidden or not: its traffic."""
     memory_per_rank: list[MemoryObject]
     """Peak bytes of each pipeline rank by their use; empty = not predicted."""
     simulated: bool

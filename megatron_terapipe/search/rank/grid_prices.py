@@ -106,7 +106,8 @@ def price_space(
         fine = keeps_digits(found.grid, problem.precision)
         counts.reject(COARSE_SUMS, int((roomy & ~fine).sum()))
         counts.reject(NEEDS_NO_HOSTS, int((roomy & fine & ~helped).sum()))
-        counts.variants[found.grid.layout] += int((roomy & fine & helped).sum())
+        for zero, row in enumerate(found.grid.rows):
+            counts.variants[row] += int((roomy & fine & helped)[..., zero].sum())
         counts.priced += int(different.sum())
 
 

@@ -14,6 +14,7 @@ from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.rank.rules import broken_rule
 from megatron_terapipe.search.rank.space import SearchProblem
+from megatron_terapipe.search.rank.strategy_grid import Row
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 __all__ = ["Ranked", "predict_one", "ranked_in_order"]
@@ -45,6 +46,11 @@ class Ranked:
         """The prediction of a strategy that could be priced."""
         assert self.prediction is not None
         return self.prediction
+
+    @property
+    def row(self) -> Row:
+        """Row of a ranking."""
+        return self.strategy.layout, self.strategy.zero_shard_size
 
     @property
     def iteration_time_s(self) -> float:
@@ -115,7 +121,7 @@ def best_of_layouts(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
     """Return the best entry of each layout, numbered from 1, best first."""
     found: dict[object, Ranked] = {}
     for entry in all_in_order(entries, seq_length):
-        found.setdefault(entry.strategy.layout, entry)
+        found.setdefault(entry.row, entry)
     return [replace(entry, rank=rank) for rank, entry in enumerate(found.values(), start=1)]
 
 
@@ -127,7 +133,7 @@ def contenders_of(ranked: Iterable[Ranked]) -> list[Ranked]:
     found: dict[object, Ranked] = {}
     for entry in ranked:
         one = entry.strategy
-        found.setdefault((one.layout, one.schedule, one.recompute), entry)
+        found.setdefault((entry.row, one.schedule, one.recompute), entry)
     return list(found.values())[:MOST_CONTENDERS]
 
 

@@ -18,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import KEEPING_ALL, OPTIMISED, SCHEDULES
 from megatron_terapipe.dimensions import Dimension, Tried
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.rank.space import Choices, SearchProblem
-from megatron_terapipe.search.rank.strategy_grid import AXES, ON_AXIS, Axis, StrategyGrid
+from megatron_terapipe.search.rank.strategy_grid import AXES, ON_AXIS, Axis, Row, StrategyGrid
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
 Holds = NDArray[np.bool_]
@@ -404,8 +403,8 @@ class SearchCounts:
     """How many each rule was the first to reject, by its name."""
     priced: int = 0
     """Strategies that kept all rules and were priced in closed form."""
-    variants: Counter[ParallelLayout] = field(default_factory=Counter)
-    """How many of each layout can run, in closed form."""
+    variants: Counter[Row] = field(default_factory=Counter)
+    """How many of each row can run, in closed form."""
     simulated: int = 0
     """Strategies that were priced on their schedule."""
 

@@ -51,7 +51,7 @@ from megatron_terapipe.search.rank.ranked import (
 from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.space import Choices, SearchProblem
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
+from megatron_terapipe.search.rank.strategy_grid import Row, StrategyGrid
 from megatron_terapipe.strategy import SOLVED, Strategy
 
 __all__ = ["SearchResult", "search"]
@@ -214,7 +214,7 @@ def search(
     too_full = contest.fastest_too_full(best_s)
     contenders = contenders_of([*best_of_layouts(entries, seq_length)[:top], *all_in_order(entries, seq_length)])
     if not all_variants:
-        ordered = [replace(entry, variants=counts.variants[entry.strategy.layout]) for entry in ordered]
+        ordered = [replace(entry, variants=counts.variants[entry.row]) for entry in ordered]
     return SearchResult(
         entries=tuple(_in_hostfile_order(entry, problem.cluster) for entry in ordered),
         counts=counts,
@@ -258,11 +258,13 @@ class _Contest:
         self._simulated: set[int] = set()
         self.ranked: list[Ranked] = []
         self.refused: list[Ranked] = []
-        layouts = {grid.grid.layout: number for number, grid in enumerate(grids)}
-        of_layouts = np.repeat([layouts[grid.grid.layout] for grid in grids], np.diff(self._first))
-        self._row = np.arange(len(self._bound)) if all_variants else of_layouts.astype(np.int64)
-        """[n] number of the row that each strategy may be."""
-        self._best_s = np.full(max(len(self._bound), len(grids)), np.inf)
+        numbers: dict[Row, int] = {}
+        rows = [np.array([numbers.setdefault(row, len(numbers)) for row in grid.grid.rows]) for grid in grids]
+        each = (of[grid.places % len(of)] for of, grid in zip(rows, grids, strict=True))
+        count = len(self._bound)
+        self._row = np.arange(count) if all_variants else np.concatenate([np.zeros(0, dtype=np.int64), *each])
+        """[n] number of the row that each strategy is in."""
+        self._best_s = np.full(max(count, len(numbers)), np.inf)
         """[rows] seconds of the fastest strategy of each, and its place; infinite where none was simulated."""
         self._fastest = np.zeros(len(self._best_s), dtype=np.int64)
         self._tries = np.zeros(len(self._best_s), dtype=np.int64)
@@ -352,13 +354,13 @@ class _Contest:
         reason = pricing.why_it_does_not_fit(strategy, memory)
         if reason is not None:
             self._counts.reject(FITS, 1)
-            self._counts.variants[strategy.layout] -= 1
+            self._counts.variants[strategy.layout, strategy.zero_shard_size] -= 1
             if len(self.refused) < self._top:
                 self.refused.append(Ranked(strategy=strategy, prediction=None, reason=reason))
             return
         if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
             self._counts.reject(HEADROOM, 1)
-            self._counts.variants[strategy.layout] -= 1
+            self._counts.variants[strategy.layout, strategy.zero_shard_size] -= 1
             self._too_full.append(index)
             return
         key = (strategy.schedule, pipeline_shape(strategy))

@@ -38,6 +38,9 @@ SHARED = tuple(each.name for each in DIMENSIONS if not each.axis)
 
 Partition = str | tuple[int, ...]
 
+Row = tuple[ParallelLayout, int | None]
+"""What the strategies of a row of a ranking share: their layout, and the ranks that divide states."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyGrid:
@@ -100,6 +103,11 @@ class StrategyGrid:
     def layout(self) -> ParallelLayout:
         """Sizes of the parallel axes."""
         return ParallelLayout(**{name: size for name, size in self.shared.items() if hasattr(ParallelLayout, name)})
+
+    @property
+    def rows(self) -> list[Row]:
+        """Row of a ranking that strategies with each value of the axis `zero` are in."""
+        return [(self.layout, size) for _, size in self.zero]
 
     @property
     def world_size(self) -> int:
