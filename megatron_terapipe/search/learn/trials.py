@@ -312,12 +312,10 @@ class _Reader:
                 "cluster.num_devices: make them agree"
             )
         group = entry.group or f"{json.dumps(values, sort_keys=True)} {cluster.name} {strategy.global_batch_size}"
-        of_run = {
-            **entry.strategy.model_dump(include=set(StrategyEntry.model_fields)),
-            "": entry.source,
-            " ": entry.software,
-        }
-        software = self._once("software", of_run, lambda: _software(entry, where))
+        given = entry.software or {}
+        given = {**given, LIKE: published_software(entry.source, given.get(LIKE) or "")}
+        software = self._once("software", given, lambda: described_software(given, where, "software"))
+        software = _in_layout(software, entry.strategy)
         is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
         precision = entry.precision or ("bf16" if is_bf16 else "fp16")
         if software.can_run("zero_stage", 3) and strategy.zero_stage < 3:
@@ -363,25 +361,20 @@ messages in a profile of Qwen3-30B-A3B (github.com/NVIDIA-NeMo/Megatron-Bridge,
 skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
 
-def _software(entry: TrialEntry, where: str) -> Software:
-    given, strategy = entry.software or {}, entry.strategy
-    like = given.get(LIKE) or ""
-    software = described_software({**given, LIKE: published_software(entry.source, like)}, where, "software")
+def _in_layout(software: Software, strategy: StrategyEntry) -> Software:
+    usual = software.communication
     communication = replace(
-        software.communication,
-        ring=software.communication.ring or (strategy.context_parallel_size or 1) > 1,
-        cuts_experts=strategy.expert_tensor_parallel_size > 1,
-        sends_once=strategy.expert_dispatcher != "alltoall",
-        hidden_exchange=HIDDEN_EXCHANGE if strategy.overlaps_expert_exchange else 0.0,
+        usual,
+        ring=usual.ring or (strategy.context_parallel_size or 1) > 1,
+        cuts_experts=usual.cuts_experts or strategy.expert_tensor_parallel_size > 1,
+        sends_once=usual.sends_once or strategy.expert_dispatcher != "alltoall",
+        hidden_exchange=HIDDEN_EXCHANGE if strategy.overlaps_expert_exchange else usual.hidden_exchange,
     )
     return replace(software, communication=communication)
 
 
 def recomputing_some(workload: Workload, partition: StagePartition, number: int) -> Workload:
-    """Return the model of which recompute "full" runs the first transformer layers of each stage again, and no other.
-
-    Megatron's `--recompute-method block`.
-    """
+    """Return the model of which recompute "full" runs the first layers of each stage again (Megatron's `block`)."""
     layers, kept = list(workload.layers), dict[int, Layer]()
     for stage in workload.stages(partition):
         for index in [each for each in stage if layers[each].is_block][number:]:

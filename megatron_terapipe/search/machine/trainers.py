@@ -302,17 +302,8 @@ MEGATRON_CORE = Software(
     bucket_elements=40_000_000,
     # The distributed optimizer divides copies and moments, not the gradients that products add to.
     states=tuple(
-        StateBytes(
-            precision,
-            stage,
-            weights=weights,
-            gradients=4,
-            optimizer=optimizer,
-            divided=divided,
-            # Its FSDP gathers the weights of a layer.
-            bucket=weights if stage == 3 else 0,
-        )
-        for precision, weights, optimizer in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12), ("fp8", 2, 12))
+        StateBytes(name, stage, weights=size, gradients=4, optimizer=step, divided=divided, bucket=size * (stage == 3))
+        for name, size, step in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12), ("fp8", 2, 12))
         for stage, divided in ((0, ()), (1, ("optimizer",)), (3, ("weights", "gradients", "optimizer")))
     ),
 )
@@ -325,9 +316,6 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
 
 LIKE = "like"
 """Field of a file: the name of the description that it changes."""
-
-GRADIENTS = "gradients"
-"""Field of a file: the precision in which gradients add up and are reduced, of which `states` and others follow."""
 
 
 def find_software(name: str) -> Software:
@@ -347,15 +335,15 @@ def find_software(name: str) -> Software:
 
 
 def described_software(document: Mapping[str, Any], file: str, *path: str) -> Software:
-    """Return the trainer of an object at a place of a file."""
+    """Return the trainer of an object at a place of a file; `gradients` as `Software.keeping_gradients`."""
     differences = dict(document)
-    like, gradients = differences.pop(LIKE, None), differences.pop(GRADIENTS, None)
+    like, gradients = differences.pop(LIKE, None), differences.pop("gradients", None)
     if not isinstance(like, str) or like not in SOFTWARE:
         raise fault(place(file, *path, LIKE), like, "is not a known trainer", suggestion(str(like), SOFTWARE))
     software = SOFTWARE[like]
     if gradients is not None:
         if gradients not in ("bf16", "fp16", "fp32"):
-            raise fault(place(file, *path, GRADIENTS), gradients, "is not known", "choose among bf16, fp16, fp32")
+            raise fault(place(file, *path, "gradients"), gradients, "is not known", "choose among bf16, fp16, fp32")
         software = software.keeping_gradients(gradients)
     if not differences:
         return software

@@ -61,12 +61,9 @@ class LayerQuery(OpSizes):
 
     @property
     def again(self) -> str:
-        """Part of the layer that its backward runs again, by the names of `Strategy.recompute`.
-
-        Embedding, last norm and head are recomputed only with their whole stage.
-        """
-        whole = self.recompute != "full" or self.layer.recomputed
-        return self.recompute if self.recompute == "stage" or (whole and self.layer.is_block) else "none"
+        """Part of the layer that its backward runs again, by the names of `Strategy.recompute`."""
+        runs = self.layer.is_block and (self.layer.recomputed or self.recompute != "full")
+        return self.recompute if runs or self.recompute == "stage" else "none"
 
     @property
     def sequences(self) -> ScalarOrArray:
