@@ -98,7 +98,7 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of a prediction."""
         found = asdict(self) | {"peak_memory_bytes": self.peak_memory_bytes}
-        del found["memory"]
+        del found["memory"], found["network_s"]
         found["memory_per_rank"] = [{**asdict(rank), "total": rank.total} for rank in self.memory]
         for name in OPTIONAL_PARTS:
             if not found["breakdown"][name]:
