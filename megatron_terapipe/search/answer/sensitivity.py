@@ -188,10 +188,11 @@ LLAMA = PublishedUtilization(0.705, 0.684, "Llama 13B on A100, arXiv 2311.05610"
 # 4,096 and 8,192 tokens, Megatron-core in bf16: throughput tables of the repository.
 NEMOTRON = PublishedUtilization(0.554, 0.526, "Nemotron-4 15B on 16 H100, NVIDIA dgxc-benchmarking")
 LLAMA_405B = PublishedUtilization(0.460, 0.442, "Llama 3.1 405B on 128 GB200, NVIDIA dgxc-benchmarking")
-# ZeRO-Infinity, abstract, which may count recomputed FLOPs.
+# Abstracts, which may count recomputed FLOPs.
 ZERO_INFINITY = PublishedUtilization(0.40, 0.40, "512 V100, arXiv 2104.07857")
+FRONTIER = PublishedUtilization(0.384, 0.384, "a GPT of 22B on MI250X, arXiv 2312.12705")
 PUBLISHED: Mapping[str, PublishedUtilization] = MappingProxyType(
-    {"ampere": LLAMA, "hopper": NEMOTRON, "blackwell": LLAMA_405B, "volta": ZERO_INFINITY}
+    {"ampere": LLAMA, "hopper": NEMOTRON, "blackwell": LLAMA_405B, "volta": ZERO_INFINITY, "cdna2": FRONTIER}
 )
 """By generation of devices, on any number of nodes."""
 
@@ -216,7 +217,7 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None
     if published is None or used <= published.share + TOLERANCE:
         return None
     # Else the difference is the convention, which counts scores that are not computed.
-    is_too_fast = causal > published.causal_share + TOLERANCE
+    is_too_fast = causal > published.causal_share
     return UtilizationPart(
         predicted=used,
         predicted_causal=causal,
