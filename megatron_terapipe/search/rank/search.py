@@ -56,6 +56,9 @@ from megatron_terapipe.strategy import SOLVED, Strategy
 
 __all__ = ["SearchResult", "search"]
 
+Places = NDArray[np.int64]
+"""Places of strategies among all grids."""
+
 MOST_CUTS = 3  # strategies whose token slices are solved for with effort 1
 MOST_ORDERS = 24  # node orders that are tried for the winner with effort 1
 
@@ -161,6 +164,7 @@ MOST_OPS = 400_000  # ops of new schedules that are generated with effort 1; one
 OPS_OF_ONE = 8_000  # ops of a schedule that are generated at most; `price/simulated_time.py` extrapolates the rest
 OF_A_ROW = 4  # variants of a row that are simulated although none of them can win
 LEANER = 2  # variants of a row that are simulated because they take less memory
+AT_ONCE = 1024  # strategies among which the next one that may rank is looked for
 MOST_TOO_FULL = 8  # strategies without headroom that are simulated, to find the fastest of them
 ROUNDING = 1e-9  # relative difference below which two times are the same
 
@@ -283,8 +287,8 @@ class _Contest:
         left = self._by_estimate(np.flatnonzero(self._roomy))
         for share in (0.5, 1.0):
             left = self._simulate_some(left, max(int(most * share), self._top), ops * share, progress)
-            left.sort(key=self._bound.__getitem__)
-        self.lowest_bound_left = float(self._bound[left[0]]) if left else np.inf
+            left = left[np.argsort(self._bound[left], kind="stable")]
+        self.lowest_bound_left = float(self._bound[left[0]]) if len(left) else np.inf
         self._simulate_leaner()
 
     def _simulate_leaner(self) -> None:
@@ -298,33 +302,31 @@ class _Contest:
                 if index not in self._simulated:
                     self._simulate(index)
 
-    def _simulate_some(self, places: list[int], most: int, ops: float, progress: ProgressCallback) -> list[int]:
+    def _simulate_some(self, places: Places, most: int, ops: float, progress: ProgressCallback) -> Places:
         """Simulate candidates in this order; return the rest after so many strategies or new ops."""
-        left = []
-        for index in places:
-            if not self._may_rank(index):
-                continue
-            spent = self._ops >= ops and len(self.ranked) >= self._top
-            if self._done >= most or spent:
-                left.append(index)
-                continue
+        left = places[self._may_rank(places)]
+        while len(left) and self._done < most and (self._ops < ops or len(self.ranked) < self._top):
             progress(self._done, most, "simulated")
             self._done += 1
-            self._simulate(index)
-        return [index for index in left if self._may_rank(index)]
+            self._simulate(int(left[0]))
+            # What may not rank now may never: most of the first ones are passed before all are looked at.
+            first = np.flatnonzero(self._may_rank(left[1:AT_ONCE]))
+            left = left[1 + first[0] :] if len(first) else left[AT_ONCE:][self._may_rank(left[AT_ONCE:])]
+        return left[self._may_rank(left)]
 
-    def _may_rank(self, index: int) -> bool:
-        """Whether a strategy may be the fastest, or else its row in the ranking and much faster than the row so far."""
-        row, to_beat_s = self._row[index], self._to_beat_s
+    def _may_rank(self, places: Places) -> NDArray[np.bool_]:
+        """Whether strategies may be the fastest, or else their rows in the ranking and much faster than so far."""
+        rows = self._row[places]
+        to_beat_s: Any = self._to_beat_s
         if self._fastest_s < to_beat_s:
-            of_row_s = self._best_s[row] / (1 + NEARLY_AS_FAST) if self._tries[row] < OF_A_ROW else 0.0
-            to_beat_s = max(self._fastest_s, min(of_row_s, to_beat_s))
-        return bool(self._bound[index] < to_beat_s * (1 - ROUNDING))
+            of_row_s = np.where(self._tries[rows] < OF_A_ROW, self._best_s[rows] / (1 + NEARLY_AS_FAST), 0.0)
+            to_beat_s = np.maximum(self._fastest_s, np.minimum(of_row_s, to_beat_s))
+        return np.asarray(self._bound[places] < to_beat_s * (1 - ROUNDING))
 
     def fastest_too_full(self, to_beat_s: float) -> Ranked | None:
         """Return the fastest of a few promising strategies that fit without headroom; None if none is faster."""
         fastest, simulated = None, 0
-        for index in self._by_estimate(np.array(sorted(self._too_full), dtype=np.int64)):
+        for index in self._by_estimate(np.array(sorted(self._too_full), dtype=np.int64)).tolist():
             if simulated >= MOST_TOO_FULL:
                 break
             if self._bound[index] >= to_beat_s * (1 - ROUNDING):
@@ -335,12 +337,10 @@ class _Contest:
                 to_beat_s, fastest = found.iteration_time_s, found
         return fastest
 
-    def _by_estimate(self, places: NDArray[np.int64]) -> list[int]:
+    def _by_estimate(self, places: Places) -> Places:
         """Return places in the order of their estimates; equal ones in the order of the space."""
-        if not len(places):
-            return []
         estimate = self._estimate[places]
-        return list(places[np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")].tolist())
+        return places[np.argsort(np.round(estimate / estimate.min(initial=np.inf), 10), kind="stable")]
 
     def _at(self, index: int) -> tuple[Strategy, Pricing]:
         """Return the strategy at a place among all grids, and the pricing of its node order."""
