@@ -81,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
     if options.leave_out and not calibrating:
         _note_equal_trials(trials, folds, options.leave_out)
     predicted = _predicted(options, trials, calibrating, folds)
+    for note in dict.fromkeys(note for one in predicted for note in one.calibration.notes):
+        print(f"note: {note}", file=sys.stderr)
     document = validation_document(
         predicted,
         calibrated_on=[*options.calibrate, *([options.calibration] if options.calibration else [])],

@@ -19,10 +19,10 @@ readings. The memory of the device is a lower bound of the peak of a run out of 
 run without a recorded peak.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, hypot, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from megatron_terapipe.search.learn.fit import (
     LARGE,
     NOISE,
     GroupEffects,
+    Kind,
     Sample,
     fit_constants,
     fit_efficiency,
@@ -62,6 +63,7 @@ USUAL_RESIDUAL_SD = 0.05
 published trials of several clusters."""
 
 USUAL_GROUPS = 4  # groups that it weighs as much as: trials of few groups may agree with a fit by chance
+JUDGED_GROUPS = 8  # groups from which on their errors, each by a fit without it, decide whether the fit is used
 NORMAL = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 PRIOR_GROUPS = 2
@@ -91,9 +93,19 @@ class Intervals:
         explained = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
         return np.asarray(self.multiplier * np.sqrt(self.residual_sd**2 + explained), dtype=np.float64)
 
+    def without(self, names: Sequence[str]) -> "Intervals":
+        """Return the intervals where some constants, by their fields, are at least as uncertain as before any trial."""
+        prior, covariance = Prior.of(HardwareEfficiency()), self.covariance.copy()
+        for index, name in enumerate(self.parameter_names):
+            if name.partition("[")[0] in names:
+                variance = max(covariance[index, index], prior.widths[prior.names.index(name)] ** 2)
+                covariance[index], covariance[:, index] = 0.0, 0.0
+                covariance[index, index] = variance
+        return replace(self, covariance=covariance)
+
     def interval_s(self, time_s: float, slopes: Floats) -> tuple[float, float]:
-        """Shortest and longest seconds of one strategy with slopes [1, p]."""
-        factor = exp(float(self.half_width(slopes)[0]))
+        """Shortest and longest seconds of one strategy with slopes [p]."""
+        factor = exp(float(self.half_width(slopes[None, :])[0]))
         return time_s / factor, time_s * factor
 
 
@@ -110,28 +122,19 @@ def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
 
 
 def conformal(
-    errors: Floats,
-    slopes: Floats,
-    groups: GroupEffects,
-    *,
-    prior: Prior[Any],
-    residual_sd: float,
-    covariance: Floats | None = None,
+    errors: Floats, slopes: Floats, groups: GroupEffects, *, prior: Prior[Any], residual_sd: float
 ) -> Intervals:
-    """Return intervals from n trials with a time, each predicted by a fit without its group.
+    """Return intervals of a group without trials, from n trials with a time, each predicted without its group.
 
     Args:
         errors: [n] log(predicted / measured) of the fit.
         slopes: [n, p] of log(time).
         residual_sd: standard deviation of the errors, the fit's freedom taken off.
-        covariance: [p, p] of the logarithms of the constants; None = that of slopes and errors.
     """
     from scipy.special import stdtrit
 
     count = len(groups)
     spread = sqrt((count * residual_sd**2 + USUAL_GROUPS * USUAL_RESIDUAL_SD**2) / (count + USUAL_GROUPS))
-    if covariance is None:
-        covariance = np.linalg.inv(slopes.T @ slopes / spread**2 + np.diag(prior.widths**-2.0)).astype(np.float64)
     # Trials count as much as they did in the fit: less where they are far off.
     variances = spread**2 / weights_of(errors / NOISE, LARGE)
     unseen_errors, unseen_variances = groups.unseen(errors, slopes, variances, prior.widths)
@@ -144,7 +147,7 @@ def conformal(
         coverage=COVERAGE,
         multiplier=multiplier if determined else max(multiplier, NORMAL),
         residual_sd=hypot(spread, groups.offset),
-        covariance=covariance,
+        covariance=groups.covariance(slopes, variances, prior.widths),
         parameter_names=prior.names,
     )
 
@@ -238,6 +241,41 @@ def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, float, 
     return overheads, spread, len(sample)
 
 
+NETWORK = ("network_efficiency", "transfer_network_efficiency")
+INSIDE = ("inside_efficiency", "transfer_inside_efficiency", "reductions")
+ALIKE = 1.1  # ratio of two bandwidths up to which constants of one link hold for the other
+
+
+class Links(NamedTuple):
+    """Links of a kind of node, by the data sheet: bytes per second of one direction."""
+
+    inside: float | None
+    """None = a node has one device."""
+    network: float | None
+    """Of one card; None = there is one node."""
+    cards: int
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "frozenset[Links]":
+        """Return those of a cluster."""
+        several = len(cluster.nodes) > 1
+        return frozenset(
+            cls(
+                node.inside.bandwidth if node.num_devices > 1 else None,
+                node.network.bandwidth if several else None,
+                node.num_network_cards if several else 1,
+            )
+            for node in cluster.nodes
+        )
+
+
+def _bandwidths(links: Iterable[Links], inside: bool) -> dict[tuple[float, int], str]:
+    """Bandwidth and number of cards of links inside nodes, or of those between nodes, and their description."""
+    found = {(each.inside, 1) if inside else (each.network, each.cards) for each in links}
+    named = [(bandwidth, cards) for bandwidth, cards in found if bandwidth]
+    return {each: f"{each[1]} x {each[0] / 1e9:.3g} GB/s".removeprefix("1 x ") for each in sorted(named)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Constants of one cluster."""
@@ -256,14 +294,21 @@ class Calibration:
     """On a measured profile; None = trials were priced without one."""
     memory_overheads: MemoryOverheads | None = None
     """Of memory; None = the defaults of the devices."""
+    links: tuple[Links, ...] | None = None
+    """Of the clusters of the trials; None = not recorded."""
     intervals: Intervals
+    """Of strategies of the kinds that trials are of; of all, without `other_kinds`."""
+    other_kinds: Intervals | None = None
+    """Of strategies of other kinds."""
+    kinds: tuple[Kind, ...] = ()
+    """Kinds of the trials with a time."""
     memory_sd: float = 0.12
     """Standard deviation of log(measured / predicted) peaks."""
     num_trials: int = 0
     num_memory_trials: int = 0
     """Trials that memory was fitted to."""
     notes: tuple[str, ...] = ()
-    """Trials that were left out, a line for each reason."""
+    """Trials that were left out, and constants that are not used, a line for each reason."""
 
     @classmethod
     def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial] | None, **found: Any) -> "Calibration":
@@ -277,11 +322,52 @@ class Calibration:
             several_nodes=spreads.pop() if len(spreads) == 1 else None,
             source=", ".join(sorted({one.source for one in trials})),
             device=", ".join(sorted({one.device for one in trials})),
+            links=tuple(sorted(frozenset[Links]().union(*(Links.of(one.cluster) for one in trials)), key=str)),
             memory_overheads=overheads,
             memory_sd=memory_sd,
             num_memory_trials=num_memory_trials,
             **found,
         )
+
+    def on(self, cluster: Cluster) -> "Calibration":
+        """Return this calibration on a cluster: constants of links that the trials did not run on are the defaults."""
+        if self.efficiency is None:
+            return self
+        if self.links is None:
+            note = "does not name the links of its trials, which may not be this cluster's: calibrate again to add them"
+            return replace(self, notes=(*self.notes, note))
+        found, efficiency, defaults = self, self.efficiency, HardwareEfficiency()
+        for where, names in (("inside a node", INSIDE), ("of the network", NETWORK)):
+            known, wanted = (_bandwidths(each, names is INSIDE) for each in (self.links, Links.of(cluster)))
+            if not known or all(
+                any(cards == others and max(rate / other, other / rate) <= ALIKE for other, others in known)
+                for rate, cards in wanted
+            ):
+                continue
+            note = (
+                f"the trials had links {where} of {', '.join(known.values())}, and this cluster has "
+                f"{', '.join(wanted.values())}: constants of these links are the defaults, and intervals are wider"
+            )
+            efficiency = replace(efficiency, **{name: getattr(defaults, name) for name in names})
+            found = replace(
+                found,
+                efficiency=efficiency,
+                intervals=found.intervals.without(names),
+                other_kinds=found.other_kinds and found.other_kinds.without(names),
+                notes=(*found.notes, note),
+            )
+        return found
+
+    def intervals_s(
+        self, model: CostModel, strategies: Sequence[Strategy], times_s: Sequence[float]
+    ) -> list[tuple[float, float]]:
+        """Shortest and longest seconds of each strategy."""
+        found = []
+        for strategy, time_s, slopes in zip(strategies, times_s, self.slopes(model, strategies), strict=True):
+            is_known = Kind.of(model.workload, strategy) in self.kinds
+            intervals = self.intervals if is_known else self.other_kinds or self.intervals
+            found.append(intervals.interval_s(time_s, slopes))
+        return found
 
     def slopes(self, model: CostModel, strategies: Sequence[Strategy]) -> Floats:
         """[n, p] slopes of the logarithm of each time in that of each constant, as `intervals` counts them."""
@@ -321,19 +407,44 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
         memory_trials: those that memory is fitted to; None = the same.
     """
     sample = Sample(trials)
-    efficiency, covariance, residual_sd, groups = fit_efficiency(sample)
-    prior, seen, intervals = Prior.of(HardwareEfficiency()), ~sample.cut_off, uncalibrated()
-    if seen.any():
-        ratio = sample.simulated_ratio(efficiency)
-        intervals = conformal(
-            sample.errors(sample.batches.times(efficiency) * ratio)[seen],
-            sample.batches.slopes(efficiency, prior.names)[seen],
-            groups.some(seen),
-            prior=prior,
-            residual_sd=residual_sd,
-            covariance=covariance,
+    fitted, seen = fit_efficiency(sample), ~sample.cut_off
+    if not seen.any():
+        return Calibration.of(
+            trials, memory_trials, efficiency=fitted.efficiency, intervals=uncalibrated(), num_trials=len(sample)
         )
-    return Calibration.of(trials, memory_trials, efficiency=efficiency, intervals=intervals, num_trials=len(sample))
+    efficiency, prior = fitted.efficiency, Prior.of(HardwareEfficiency())
+    errors = sample.errors(sample.batches.times(efficiency) * sample.simulated_ratio(efficiency))[seen]
+    slopes, groups = sample.batches.slopes(efficiency, prior.names)[seen], fitted.groups.some(seen)
+    variances = max(fitted.residual_sd, NOISE) ** 2 / weights_of(errors / NOISE, LARGE)
+    unseen_errors, _ = groups.unseen(errors, slopes, variances, prior.widths)
+    after, before = (groups.mean(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
+    if len(groups) >= JUDGED_GROUPS and after > hypot(before, NOISE):
+        note = (
+            f"{len(sample)} trials of {sample.trials[0].source or sample.trials[0].path} do not make predictions of "
+            f"each other better (mean error of groups {100 * after:.1f}% with constants of the other groups, "
+            f"{100 * before:.1f}% with the defaults), so times keep the defaults: more trials would help"
+        )
+        return Calibration.of(
+            trials,
+            memory_trials,
+            intervals=no_calibration(trials[0].cluster).intervals,
+            notes=(note,),
+            num_trials=len(sample),
+        )
+    intervals, other_kinds = (
+        conformal(errors, slopes, each, prior=prior, residual_sd=fitted.residual_sd)
+        for each in (groups, fitted.kinds.some(seen))
+    )
+    kinds = {Kind.of(one.workload, one.strategy) for one, used in zip(sample.trials, seen, strict=True) if used}
+    return Calibration.of(
+        trials,
+        memory_trials,
+        efficiency=efficiency,
+        intervals=intervals,
+        other_kinds=other_kinds,
+        kinds=tuple(sorted(kinds)),
+        num_trials=len(sample),
+    )
 
 
 FACTORS = Prior.of(ProfileFactors())  # factors on a profile that are fitted, around 1

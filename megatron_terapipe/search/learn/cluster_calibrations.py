@@ -34,14 +34,25 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.calibration import (
     Calibration,
     Intervals,
+    Links,
     calibrate,
     calibrate_on_profile,
     no_calibration,
 )
+from megatron_terapipe.search.learn.fit import Kind
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.documents import read_document
-from megatron_terapipe.search.machine.entries import CountOrNone, Entry, NotNegative, Positive, Text, fixed, read_entry
+from megatron_terapipe.search.machine.entries import (
+    Count,
+    CountOrNone,
+    Entry,
+    NotNegative,
+    Positive,
+    Text,
+    fixed,
+    read_entry,
+)
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.search.price.memory import MemoryOverheads
@@ -115,16 +126,23 @@ def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     entries = [
         {
             **{name: getattr(one, name) for name in ("source", "device", "several_nodes", "interleaves_token_slices")},
-            **{name: getattr(one, name) for name in ("num_trials", "num_memory_trials")},
+            **{name: getattr(one, name) for name in ("num_trials", "num_memory_trials", "notes")},
+            "links": None if one.links is None else [each._asdict() for each in one.links],
+            "kinds": [each._asdict() for each in one.kinds],
             "physics": asdict(one.efficiency or HardwareEfficiency()),
             "memory_physics": None if one.memory_overheads is None else asdict(one.memory_overheads),
             "memory_sd": one.memory_sd,
-            "intervals": {**vars(one.intervals), "covariance": one.intervals.covariance.tolist()},
+            "intervals": _interval_document(one.intervals),
+            "other_kinds": None if one.other_kinds is None else _interval_document(one.other_kinds),
         }
         for one in calibrations
     ]
     document = {"format": FORMAT, "version": VERSION, "calibrations": entries}
     write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def _interval_document(intervals: Intervals) -> dict[str, Any]:
+    return {**vars(intervals), "covariance": intervals.covariance.tolist()}
 
 
 def _row_of(number: int) -> Any:
@@ -157,6 +175,21 @@ class IntervalsEntry(Entry):
         return self
 
 
+class KindEntry(Entry):
+    """Strategies that run the same kernels."""
+
+    hidden_size: Count
+    recompute: Text
+
+
+class LinksEntry(Entry):
+    """Links of a kind of node, by the data sheet: bytes per second of one direction."""
+
+    inside: Positive | None = None
+    network: Positive | None = None
+    cards: Count
+
+
 class CalibrationEntry(Entry):
     """Constants of one cluster."""
 
@@ -170,6 +203,10 @@ class CalibrationEntry(Entry):
     memory_physics: _constants(MemoryOverheads) | None = None  # type: ignore[valid-type]
     memory_sd: NotNegative
     intervals: IntervalsEntry
+    other_kinds: IntervalsEntry | None = None
+    kinds: list[KindEntry] = Field(default_factory=list)
+    links: list[LinksEntry] | None = None
+    notes: list[str] = Field(default_factory=list)
 
 
 class CalibrationsEntry(Entry):
@@ -185,15 +222,25 @@ def read_calibrations(path: str) -> list[Calibration]:
     found = []
     for one in read_entry(CalibrationsEntry, read_document(path), path).calibrations:
         values = one.model_dump()
-        physics, memory, intervals = (values.pop(name) for name in ("physics", "memory_physics", "intervals"))
+        physics, memory = values.pop("physics"), values.pop("memory_physics")
         physics = {name: tuple(value) if isinstance(value, list) else value for name, value in physics.items()}
-        names, covariance = tuple(intervals.pop("parameter_names")), np.array(intervals.pop("covariance"))
+        links, kinds = values.pop("links"), [Kind(**each) for each in values.pop("kinds")]
+        values |= {"notes": tuple(values["notes"]), "kinds": tuple(kinds)}
+        values["links"] = None if links is None else tuple(Links(**each) for each in links)
+        for name in ("intervals", "other_kinds"):
+            each = values[name]
+            values[name] = each and Intervals(
+                **{
+                    **each,
+                    "parameter_names": tuple(each["parameter_names"]),
+                    "covariance": np.array(each["covariance"]),
+                }
+            )
         found.append(
             Calibration(
                 **values,
                 efficiency=HardwareEfficiency(**physics),
                 memory_overheads=None if memory is None else MemoryOverheads(**memory),
-                intervals=Intervals(**intervals, parameter_names=names, covariance=covariance),
             )
         )
     return found
@@ -228,7 +275,7 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
             f"{path} holds no calibration of {device}{several}; it is of {', '.join(known)}: give trials that ran on "
             "these devices, of one source"
         )
-    return found
+    return found.on(cluster)
 
 
 MISFIT_SHARE = 0.1

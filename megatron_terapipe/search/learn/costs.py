@@ -72,13 +72,9 @@ class Costs:
 
     def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
         """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form."""
-        intervals = self.calibration.intervals
-        slopes = self.calibration.slopes(pricing.cost_model, [strategy])
-        return replace(
-            prediction,
-            interval_s=intervals.interval_s(prediction.iteration_time_s, slopes),
-            interval_coverage=intervals.coverage,
-        )
+        time_s = prediction.iteration_time_s
+        (interval_s,) = self.calibration.intervals_s(pricing.cost_model, [strategy], [time_s])
+        return replace(prediction, interval_s=interval_s, interval_coverage=self.calibration.intervals.coverage)
 
     def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
         """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it."""

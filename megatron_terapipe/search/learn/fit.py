@@ -31,6 +31,10 @@ The prediction for a group by a fit without it follows without another fit. For 
 V = J_g A^-1 J_g',
 
     r(-g) = (I - V R_g^-1)^-1 r_g        V(-g) = V + V (R_g - V)^-1 V
+
+Groups of one hidden size and one way to recompute run the same kernels, and may share errors of the formulas that
+others do not. So strategies of a kind without trials have the uncertainty of the same model with kinds as its groups:
+hundreds of trials of one kind are one group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +50,8 @@ from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
@@ -91,6 +97,15 @@ class GroupEffects:
         shifted = slopes * (self.share * widths)
         for rows in self._rows:
             yield rows, np.diag(variances[rows]) + self.offset**2 + shifted[rows] @ shifted[rows].T
+
+    def mean(self, values: Floats) -> float:
+        """Mean over groups of the mean of the values [n] of each."""
+        return float(np.mean([values[rows].mean() for rows in self._rows]))
+
+    def covariance(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
+        """[p, p] of the logarithms of the constants of a group without trials."""
+        known = np.linalg.inv(self.precision(slopes, variances, widths))
+        return np.asarray(known + np.diag((self.share * widths) ** 2), dtype=np.float64)
 
     def whitening(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
         """Matrix [n, n] that makes the errors independent of each other, with variance 1."""
@@ -282,15 +297,29 @@ def residual_sd_of(
     return float(np.sqrt(np.sum(counted**2) / max(len(errors) - determined, 1.0)))
 
 
+class Kind(NamedTuple):
+    """Strategies that run the same kernels."""
+
+    hidden_size: int
+    recompute: str
+
+    @classmethod
+    def of(cls, workload: Workload, strategy: Strategy) -> "Kind":
+        """Return the kind of a strategy of a model."""
+        return cls(max(layer.hidden_size for layer in workload.layers), strategy.recompute)
+
+
 class FittedEfficiency(NamedTuple):
-    """HardwareEfficiency fitted to trials, and its uncertainty."""
+    """HardwareEfficiency fitted to n trials, and its uncertainty."""
 
     efficiency: HardwareEfficiency
-    covariance: Floats
-    """[p, p] of the logarithms for a group without trials, in the order of the prior."""
     residual_sd: float
     """Standard deviation of log(measured / predicted) over the trials, from `residual_sd_of`."""
     groups: GroupEffects
+    kinds: GroupEffects
+    """The same for kinds of strategies."""
+    errors_before: Floats
+    """[n] of the defaults."""
 
 
 def fit_efficiency(sample: Sample) -> FittedEfficiency:
@@ -300,8 +329,9 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     """
     prior = Prior.of(HardwareEfficiency())
     groups = GroupEffects([(one.source, one.group) for one in sample.trials])
+    kinds = GroupEffects([Kind.of(one.workload, one.strategy) for one in sample.trials])
     if not len(sample):
-        return FittedEfficiency(prior.start, np.diag(prior.widths**2), NOISE, groups)
+        return FittedEfficiency(prior.start, NOISE, groups, kinds, np.zeros(0))
 
     def errors_at(logs: Floats) -> Floats:
         return sample.errors(sample.batches.times(prior.at(logs)) * ratio)
@@ -312,6 +342,8 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
             ratio = sample.simulated_ratio(prior.at(found))
         slopes = sample.batches.slopes(prior.at(found), prior.names)
         errors = errors_at(found)
+        if step == 0:
+            errors_before = errors
         if step == GROUPS_FROM:
             variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
             groups = groups.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
@@ -328,12 +360,9 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
         found = after
     errors = errors_at(found)
     variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
-    precision = groups.precision(slopes, variances, prior.widths)
-    spread = residual_sd_of(errors, precision, prior)
-    if spread > NOISE:
-        precision = groups.precision(slopes, variances * (spread / NOISE) ** 2, prior.widths)
-    covariance: Floats = np.linalg.inv(precision).astype(np.float64) + np.diag((groups.share * prior.widths) ** 2)
-    return FittedEfficiency(prior.at(found), covariance, spread, groups)
+    kinds = kinds.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
+    spread = residual_sd_of(errors, groups.precision(slopes, variances, prior.widths), prior)
+    return FittedEfficiency(prior.at(found), spread, groups, kinds, errors_before)
 
 
 def _misfit(errors: Floats, logs: Floats, white: Floats, prior: Prior[Any]) -> float:

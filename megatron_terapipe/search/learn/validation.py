@@ -85,16 +85,18 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
         model = model.with_factors(calibration.factors)
     memory_overheads = calibration.memory_overheads or default_overheads(first.cluster, first.software)
     capacity = device_memory_bytes(first) * memory_overheads.usable_share
-    slopes = calibration.slopes(model, [one.strategy for one in trials])
+    times_s = [
+        model.predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s for one in trials
+    ]
+    intervals_s = calibration.intervals_s(model, [one.strategy for one in trials], times_s)
     predicted = []
-    for one, counted, row in zip(trials, count_memory(trials), slopes, strict=True):
-        time_s = model.predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
+    for one, counted, time_s, interval_s in zip(trials, count_memory(trials), times_s, intervals_s, strict=True):
         peak = float(np.max([total_bytes(rank, memory_overheads) for rank in counted]))
         predicted.append(
             Predicted(
                 trial=one,
                 iteration_time_s=time_s,
-                interval_s=calibration.intervals.interval_s(time_s, row[None, :]),
+                interval_s=interval_s,
                 peak_memory_bytes=peak,
                 fits=peak <= capacity,
                 calibration=calibration,

@@ -1,7 +1,7 @@
 """Intervals, constants of memory, the choice of trials, and the calibration of each cluster."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.calibration import (
     COVERAGE,
+    INSIDE,
+    NETWORK,
     NORMAL,
     Calibration,
     Intervals,
@@ -60,7 +62,7 @@ def test_intervals_widen_with_distance_from_the_trials() -> None:
     alike, unlike = intervals.half_width(np.array([[0.0, 1.0], [1.0, 0.0]]))
     assert alike == pytest.approx(0.2)
     assert unlike == pytest.approx(2 * np.sqrt(0.01 + 0.04))
-    low, high = intervals.interval_s(10.0, np.array([[0.0, 1.0]]))
+    low, high = intervals.interval_s(10.0, np.array([0.0, 1.0]))
     assert (low, high) == pytest.approx((10 / np.exp(0.2), 10 * np.exp(0.2)))
 
 
@@ -72,7 +74,7 @@ def test_intervals_contain_unseen_trials() -> None:
     unfitted = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
 
     def interval(found: Calibration, priced_by: CostModel, strategy: Strategy, time_s: float) -> tuple[float, float]:
-        return found.intervals.interval_s(time_s, found.slopes(priced_by, [strategy]))
+        return found.intervals_s(priced_by, [strategy], [time_s])[0]
 
     inside = []
     for trial in trials[1::2]:
@@ -224,6 +226,67 @@ def test_wrong_constants(tmp_path: Path, calibration: Calibration) -> None:
         (tmp_path / "wrong.json").write_text(json.dumps(document))
         with pytest.raises(ConfigError, match=said):
             read_calibrations(str(tmp_path / "wrong.json"))
+
+
+def a_width(calibration: Calibration, strategy: Strategy) -> float:
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=calibration.efficiency, precision="fp16")
+    ((low, high),) = calibration.intervals_s(model, [strategy], [1.0])
+    return float(np.log(high / low))
+
+
+def test_intervals_are_wider_for_kinds_without_trials() -> None:
+    """Many trials of one hidden size and recomputation are one group for the others."""
+    trials = [one for one in measured(noise=0.01) if one.strategy.recompute == "none"]
+    alone = calibrate([replace(one, group=str(index)) for index, one in enumerate(trials)])
+    assert alone.kinds == ((2048, "none"),) and alone.other_kinds is not None
+    known, other = (replace(STRATEGIES[0], recompute=recompute) for recompute in ("none", "full"))
+    assert a_width(alone, other) > 3 * a_width(alone, known) > 0
+    assert a_width(replace(alone, other_kinds=None, kinds=()), other) < a_width(alone, other)
+
+
+def test_a_fit_that_does_not_help_other_groups_is_not_used() -> None:
+    trials = measured(noise=0.15, seed=1, memory_overheads=TRUE)
+    found = calibrate(trials)
+    assert (found.efficiency, found.num_trials) == (None, len(trials)) and found.memory_overheads is not None
+    assert "28 trials of synthetic do not make predictions of each other better (mean error of groups" in found.notes[0]
+    assert a_width(found, STRATEGIES[0]) == a_width(no_calibration(CLUSTER), STRATEGIES[0])
+    assert calibrate(measured(noise=0.05, efficiency=HardwareEfficiency(gemm_efficiency=0.6))).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reset", "said"),
+    [
+        ({}, (), ""),
+        ({"network": Link(bandwidth=26e9, latency_s=1e-6)}, (), ""),
+        ({"num_network_cards": 1}, NETWORK, "of the network of 4 x 25 GB/s, and this cluster has 25 GB/s: constants"),
+        ({"network": Link(bandwidth=50e9, latency_s=5e-6)}, NETWORK, "has 4 x 50 GB/s"),
+        (
+            {"inside": Link(bandwidth=32e9, latency_s=5e-6)},
+            INSIDE,
+            "inside a node of 300 GB/s, and this cluster has 32",
+        ),
+    ],
+)
+def test_a_calibration_on_other_links(
+    tmp_path: Path, calibration: Calibration, changes: dict[str, Any], reset: tuple[str, ...], said: str
+) -> None:
+    moved = replace(calibration.efficiency or HardwareEfficiency(), network_efficiency=0.1, inside_efficiency=0.3)
+    path = written(tmp_path, replace(calibration, efficiency=moved))
+    found = calibrated(Cluster(nodes=tuple(replace(node, **changes) for node in CLUSTER.nodes)), path)
+    assert found.efficiency is not None and len(found.notes) == bool(reset) and said in "".join(found.notes)
+    for each in fields(HardwareEfficiency):
+        expected = HardwareEfficiency() if each.name in reset else moved
+        assert getattr(found.efficiency, each.name) == getattr(expected, each.name), each.name
+    slopes = np.array([[float(name in reset[:1]) for name in calibration.intervals.parameter_names]])
+    widths = [float(each.intervals.half_width(slopes)[0]) for each in (calibration, found)]
+    # The four trials have no tensor-parallel ranks: they leave links inside nodes as unsure as the prior.
+    assert widths[0] < 0.9 * widths[1] if reset == NETWORK else widths[0] == pytest.approx(widths[1])
+    assert calibrated(a100s(1), path).notes == ()  # one node has no network
+    document = json.loads(Path(path).read_text())
+    del document["calibrations"][0]["links"], document["calibrations"][0]["kinds"]
+    Path(path).write_text(json.dumps(document))
+    (note,) = calibrated(CLUSTER, path).notes
+    assert note.startswith("does not name the links of its trials")
 
 
 def test_a_calibration_of_other_devices(tmp_path: Path, calibration: Calibration) -> None:

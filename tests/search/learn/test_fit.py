@@ -72,8 +72,13 @@ def errors(efficiency: HardwareEfficiency) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def fitted() -> FittedEfficiency:
-    return fit_efficiency(Sample(trials(sizes=(1, 2, 4))))
+def sample() -> Sample:
+    return Sample(trials(sizes=(1, 2, 4)))
+
+
+@pytest.fixture(scope="module")
+def fitted(sample: Sample) -> FittedEfficiency:
+    return fit_efficiency(sample)
 
 
 def test_strategies_without_trials_are_predicted(fitted: FittedEfficiency) -> None:
@@ -82,8 +87,10 @@ def test_strategies_without_trials_are_predicted(fitted: FittedEfficiency) -> No
     assert 0.005 < fitted.residual_sd < 0.025
 
 
-def test_constants_are_found_with_less_uncertainty(fitted: FittedEfficiency) -> None:
-    deviations = np.sqrt(np.diag(fitted.covariance))
+def test_constants_are_found_with_less_uncertainty(sample: Sample, fitted: FittedEfficiency) -> None:
+    slopes = sample.batches.slopes(fitted.efficiency, PRIOR.names)
+    variances = np.full(len(sample), fitted.residual_sd**2)
+    deviations = np.sqrt(np.diag(fitted.groups.covariance(slopes, variances, PRIOR.widths)))
     # Those of another group than the trials' are a little further off than those of the cluster.
     assert (deviations <= PRIOR.widths * (1 + 1e-9) * np.hypot(1, fitted.groups.share)).all()
     shares = [name for name in PRIOR.names if name.endswith("efficiency") or name == "launch_exposed"]
