@@ -31,10 +31,15 @@ from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import (
     DEEPSPEED,
     DEEPSPEED_EAGER,
+    FMS_FSDP,
     FSDP,
+    INTERNEVO,
     LIKE,
     LLM_FOUNDRY,
+    MEGATRON_CORE,
     MEGATRON_LM,
+    SCALING,
+    SCALING_EAGER,
     SOFTWARE,
     described_software,
 )
@@ -128,17 +133,26 @@ BF16 optimizer" (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/c
 layers"). Other published tables of Megatron are of fp16."""
 
 SOFTWARE_OF_SOURCE = (
-    ("bigscience", "", DEEPSPEED),
-    ("vTrain", "", DEEPSPEED),
-    ("sailor", "", DEEPSPEED_EAGER),
-    ("llm-foundry", FSDP.name, LLM_FOUNDRY),
+    ("bigscience", "", "", DEEPSPEED),
+    ("vTrain", "", "", DEEPSPEED),
+    ("sailor", "", "", DEEPSPEED_EAGER),
+    ("llm-foundry", FSDP.name, "", LLM_FOUNDRY),
+    ("fms-fsdp", FSDP.name, "", FMS_FSDP),
+    ("arXiv 2311.05610", MEGATRON_CORE.name, "_ckpt", SCALING_EAGER),
+    ("arXiv 2311.05610", MEGATRON_CORE.name, "", SCALING),
+    ("InternEvo", MEGATRON_CORE.name, "", INTERNEVO),
 )
-"""Text in the source of trials, the software that they name, and the trainer of their publication."""
+"""Text in the source of trials, the software that they name, text in their group, and the trainer of their
+publication."""
 
 
-def published_software(source: str, named: str = "") -> str:
+def published_software(source: str, named: str = "", group: str = "") -> str:
     """Return the software of a trial: that of its publication, that in the trial, or Megatron-LM."""
-    found = (software.name for text, name, software in SOFTWARE_OF_SOURCE if text in source and name == named)
+    found = (
+        software.name
+        for text, name, in_group, software in SOFTWARE_OF_SOURCE
+        if text in source and name == named and in_group in group
+    )
     return next(found, named or MEGATRON_LM.name)
 
 
@@ -313,7 +327,7 @@ class _Reader:
             )
         group = entry.group or f"{json.dumps(values, sort_keys=True)} {cluster.name} {strategy.global_batch_size}"
         given = entry.software or {}
-        given = {**given, LIKE: published_software(entry.source, given.get(LIKE) or "")}
+        given = {**given, LIKE: published_software(entry.source, given.get(LIKE) or "", group)}
         software = self._once("software", given, lambda: described_software(given, where, "software"))
         software = _in_layout(software, entry.strategy)
         is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)

@@ -29,7 +29,7 @@ from megatron_terapipe.search.machine.documents import suggestion
 #     PCIe    16 lanes of PCIe 3, 4 and 5, eight devices, one network card of 100 Gbit/s: a usual server, not a product
 #
 
-NVLINK_LATENCY_S = 3.4e-6
+NVLINK_LATENCY_S = 0.9e-6
 PCIE_LATENCY_S = 5.7e-6
 NETWORK_LATENCY_S = 14e-6
 ETHERNET_LATENCY_S = 30e-6

@@ -159,6 +159,8 @@ class Communication:
     """Whether data-parallel reductions travel under the last backward, layer by layer."""
     overlaps_weight_gather: bool = False
     """Whether stepped weights are gathered under the next forward."""
+    broadcasts_parts: bool = False
+    """Whether each data-parallel rank broadcasts the weights that it stepped, one rank after the other."""
     tensor_parallel_overlap: float = 0.0
     """Share of the collectives between tensor-parallel ranks that products hide."""
     ring: bool = False
@@ -237,6 +239,8 @@ class Software:
     bucket_elements: int
     """Elements of ZeRO's buckets, one to reduce and one to gather; a model with fewer parameters on a rank has smaller
     ones. With stage 3 both have the largest layer."""
+    bucket_elements_per_rank: int = 0
+    """Elements of a bucket for each data-parallel rank at least, so that rings of many ranks have large messages."""
     runs: Values = ()
     """(dimension of a strategy, values that it can run) for each dimension of which it does not run all."""
     step_bytes: float = 18.0

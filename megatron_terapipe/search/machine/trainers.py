@@ -11,11 +11,20 @@
   dispatches them. Those of scores and of the step explain the authors' measurement of one layer on one GPU
   (sailor/Planner/sailor_planner/profiles/GPT-Neo-2.7/GH-96/profile.json): 16 sequences on one rank take 36.5 ms forward
   and 97.8 ms backward, the step of its 79 million parameters 2.9 ms.
-- `fsdp`: PyTorch's fully sharded data parallelism with FlashAttention-2, other kernels eager (Zhao et al., arXiv
-  2304.11277 sections 3 and 4). Weights of a layer are gathered before its forward and again before its backward, one
-  layer ahead, and gradients are reduced in fp32 under the layer before.
-- `llm-foundry`: MosaicML's of 2023, FSDP with Triton's attention and fused losses, as in its throughput tables
-  (github.com/mosaicml/llm-foundry, scripts/train/benchmarking), most of them `FULL_SHARD` and `DEFAULT`.
+- `fsdp`: PyTorch's fully sharded data parallelism with FlashAttention-2 and layers fused by torch.compile (Zhao et al.,
+  arXiv 2304.11277 sections 3 and 4; torchtitan). Weights of a layer are gathered before its forward and again before
+  its backward, one layer ahead, and gradients are reduced in fp32 under the layer before.
+- `fms-fsdp`: IBM's, the same with gradients reduced in bf16 (github.com/foundation-model-stack/fms-fsdp,
+  fms_fsdp/policies/mixed_precision.py, `bfSixteen`).
+- `llm-foundry`: MosaicML's of 2023, FSDP with eager layers, Triton's attention and fused losses, as in its throughput
+  tables (github.com/mosaicml/llm-foundry, scripts/train/benchmarking), most of them `FULL_SHARD` and `DEFAULT`.
+- `scaling`: Aleph Alpha's (github.com/Aleph-Alpha/scaling, src/scaling/core). Its pipeline is DeepSpeed's, and both
+  ends wait for a message (nn/pipeline_schedule/train.py); gradients in bf16 are all-reduced in fp32 after all
+  backwards, even at ZeRO stage 1 (optimizer/allreduce.py); layers are eager, but for attention and RMSNorm.
+  `scaling-eager` has an eager RMSNorm, too (arXiv 2311.05610 compares both).
+- `internevo`: InternLM's (github.com/InternLM/InternEvo, internlm/solver/optimizer/hybrid_zero_optim.py). Gradients in
+  bf16 are reduced under the last backward; each rank broadcasts the weights that it stepped, one rank after the other
+  (`broadcast_params`). Residuals are eager, norms are apex's, rotation and loss those of flash-attn.
 - `alst`: DeepSpeed's ZeRO 3 with sequence-parallel ranks, transformers' layers and Liger's kernels (arXiv 2410.10989),
   which has no pipeline: `rank/rivals.py` compares it with a ranking. Bekman et al., arXiv 2506.13996; ArcticTraining,
   `projects/sequence-parallelism` and `monkey_patches.py`; DeepSpeed 0.19.8, `runtime/sequence_parallel/ulysses_sp.py`.
@@ -149,103 +158,6 @@ DEEPSPEED_EAGER = replace(
 )
 
 
-_RMSNORM = Operator(forward=4, backward=8, forward_bytes=28, backward_bytes=76, forward_kernels=8, backward_kernels=16)
-
-FSDP = Software(
-    name="fsdp",
-    title="PyTorch FSDP, eager",
-    operators=Operators(
-        # The gradients of weight and bias read input and gradient once more.
-        layernorm=Operator(forward=2, backward=5, backward_kernels=2),
-        # Written in Python with casts to fp32: each step is a kernel.
-        rmsnorm=_RMSNORM,
-        # Forward the sum; back the sum of the gradients of both branches.
-        residual=Operator(forward=3, backward=3),
-        activation=Operator(forward=2, backward=3),
-        gated_activation=Operator(forward=5, backward=9, forward_kernels=2, backward_kernels=3),
-        # Added by the product; its gradient sums the gradient of the output.
-        bias=Operator(backward=1, forward_kernels=0),
-        # Halves are swapped and put together, for queries and for keys.
-        rotary=Operator(forward=10, backward=10, forward_kernels=10, backward_kernels=10),
-        head_norm=_RMSNORM,
-        # Gradients of queries, keys and values are put together for the product before.
-        heads=Operator(backward=1.5, forward_kernels=0),
-        # Cast to fp32 (2 + 4), log-softmax (8). Back: zeros (4), log-softmax (12), cast (4 + 2).
-        loss=Operator(
-            forward=1, backward=1, forward_bytes=12, backward_bytes=20, forward_kernels=3, backward_kernels=4
-        ),
-        embedding=Operator(forward=2, backward=2, backward_kernels=10),
-    ),
-    # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
-    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
-    attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
-    communication=Communication(overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4),
-    runs=(
-        ("pipeline_parallel_size", (1,)),
-        ("tensor_parallel_size", (1,)),
-        ("num_token_slices", (1,)),
-        ("schedule", ("1f1b",)),
-        ("stage_partition", ("uniform",)),
-        ("zero_stage", (3,)),
-        ("sequence_parallel_size", (1,)),
-        ("recompute", ("none", "full")),
-        ("offload", (False,)),
-    ),
-    bucket_elements=0,
-    states=tuple(
-        StateBytes(
-            precision,
-            3,
-            weights=4,
-            gradients=4,
-            optimizer=8,
-            divided=("weights", "gradients", "optimizer", "step"),
-            bucket=4 if precision == "fp32" else 2,
-        )
-        for precision in ("fp32", "fp16", "bf16", "fp8")
-    ),
-)
-
-
-LLM_FOUNDRY = replace(
-    FSDP,
-    name="llm-foundry",
-    title="MosaicML's llm-foundry of 2023",
-    operators=replace(
-        FSDP.operators,
-        # flash-attn's fused loss reads logits and writes their gradient over them. Two metrics of each micro-batch cast
-        # the logits to fp32 and compute the loss again.
-        loss=Operator(forward=3, backward=2, forward_bytes=24, forward_kernels=7),
-    ),
-    attention=replace(FSDP.attention, kernel="flash-attention-1"),
-    loss_in_place=True,
-)
-
-
-ALST = replace(
-    FSDP,
-    name="alst",
-    title="ZeRO 3 with Ulysses, DeepSpeed's ALST",
-    operators=replace(
-        FSDP.operators,
-        rmsnorm=Operator(forward=2, backward=4, backward_kernels=2),
-        gated_activation=Operator(forward=3, backward=5),
-        # Queries and keys are turned in place.
-        rotary=Operator(forward=2, backward=2),
-        # Queries, keys, values and outputs travel one by one; each is copied before and after its exchange.
-        exchange=Operator(forward=4, backward=4, forward_kernels=4, backward_kernels=4),
-        # The forward writes gradients over the logits, some tokens at a time.
-        loss=Operator(forward=3, backward=0, forward_kernels=2, backward_kernels=0),
-    ),
-    # A gradient in bf16 is copied into a bucket, and its part out of it.
-    products=replace(FSDP.products, accumulation_bytes=8),
-    communication=replace(FSDP.communication, reduction_bytes=2),
-    loss_in_place=True,
-    # Segments of its allocator can grow (PYTORCH_CUDA_ALLOC_CONF), so little is lost between them.
-    allocator_factor=1.03,
-)
-
-
 MEGATRON_CORE = Software(
     name="megatron-core",
     title="Megatron-core with Transformer Engine",
@@ -294,12 +206,14 @@ MEGATRON_CORE = Software(
         overlaps_weight_gather=True,
         # Share of collectives that products hide, less their slowdown: chosen by published runs of NVIDIA, with values
         # between 0 and 0.5.
-        tensor_parallel_overlap=0.1,
+        tensor_parallel_overlap=0.5,
         reduction_bytes=2,
     ),
     # Its distributed optimizer may have several instances.
     runs=tuple(each for each in PIPELINE if each[0] != "zero_shard_size"),
+    # `DistributedDataParallelConfig` of megatron/core/distributed: at least a million elements for each rank.
     bucket_elements=40_000_000,
+    bucket_elements_per_rank=1_000_000,
     # The distributed optimizer divides copies and moments, not the gradients that products add to.
     states=tuple(
         StateBytes(name, stage, weights=size, gradients=4, optimizer=step, divided=divided, bucket=size * (stage == 3))
@@ -309,8 +223,168 @@ MEGATRON_CORE = Software(
 )
 
 
+_RMSNORM = Operator(forward=4, backward=8, forward_bytes=28, backward_bytes=76, forward_kernels=8, backward_kernels=16)
+
+FUSED_RMSNORM = Operator(forward=2, backward=4, backward_kernels=2)
+
+EAGER = Operators(
+    # The gradients of weight and bias read input and gradient once more.
+    layernorm=Operator(forward=2, backward=5, backward_kernels=2),
+    # Written in Python with casts to fp32: each step is a kernel.
+    rmsnorm=_RMSNORM,
+    # Forward the sum; back the sum of the gradients of both branches.
+    residual=Operator(forward=3, backward=3),
+    activation=Operator(forward=2, backward=3),
+    gated_activation=Operator(forward=5, backward=9, forward_kernels=2, backward_kernels=3),
+    # Added by the product; its gradient sums the gradient of the output.
+    bias=Operator(backward=1, forward_kernels=0),
+    # Halves are swapped and put together, for queries and for keys.
+    rotary=Operator(forward=10, backward=10, forward_kernels=10, backward_kernels=10),
+    head_norm=_RMSNORM,
+    # Gradients of queries, keys and values are put together for the product before.
+    heads=Operator(backward=1.5, forward_kernels=0),
+    # Cast to fp32 (2 + 4), log-softmax (8). Back: zeros (4), log-softmax (12), cast (4 + 2).
+    loss=Operator(forward=1, backward=1, forward_bytes=12, backward_bytes=20, forward_kernels=3, backward_kernels=4),
+    embedding=Operator(forward=2, backward=2, backward_kernels=10),
+)
+
+FSDP = Software(
+    name="fsdp",
+    title="PyTorch FSDP, compiled",
+    operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss),
+    # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
+    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
+    attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
+    communication=Communication(overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4),
+    runs=(
+        ("pipeline_parallel_size", (1,)),
+        ("tensor_parallel_size", (1,)),
+        ("num_token_slices", (1,)),
+        ("schedule", ("1f1b",)),
+        ("stage_partition", ("uniform",)),
+        ("zero_stage", (3,)),
+        ("sequence_parallel_size", (1,)),
+        ("recompute", ("none", "full")),
+        ("offload", (False,)),
+    ),
+    bucket_elements=0,
+    states=tuple(
+        StateBytes(
+            precision,
+            3,
+            weights=4,
+            gradients=4,
+            optimizer=8,
+            divided=("weights", "gradients", "optimizer", "step"),
+            bucket=4 if precision == "fp32" else 2,
+        )
+        for precision in ("fp32", "fp16", "bf16", "fp8")
+    ),
+)
+
+
+FMS_FSDP = replace(
+    FSDP,
+    name="fms-fsdp",
+    title="IBM's fms-fsdp",
+    # A gradient in bf16 is copied into a tensor, and its part out of it.
+    products=replace(FSDP.products, accumulation_bytes=8),
+    communication=replace(FSDP.communication, reduction_bytes=2),
+)
+
+
+LLM_FOUNDRY = replace(
+    FSDP,
+    name="llm-foundry",
+    title="MosaicML's llm-foundry of 2023",
+    operators=replace(
+        EAGER,
+        # flash-attn's fused loss reads logits and writes their gradient over them. Two metrics of each micro-batch cast
+        # the logits to fp32 and compute the loss again.
+        loss=Operator(forward=3, backward=2, forward_bytes=24, forward_kernels=7),
+    ),
+    attention=replace(FSDP.attention, kernel="flash-attention-1"),
+    loss_in_place=True,
+)
+
+
+ALST = replace(
+    FMS_FSDP,
+    name="alst",
+    title="ZeRO 3 with Ulysses, DeepSpeed's ALST",
+    operators=replace(
+        EAGER,
+        rmsnorm=FUSED_RMSNORM,
+        gated_activation=Operator(forward=3, backward=5),
+        # Queries and keys are turned in place.
+        rotary=Operator(forward=2, backward=2),
+        # Queries, keys, values and outputs travel one by one; each is copied before and after its exchange.
+        exchange=Operator(forward=4, backward=4, forward_kernels=4, backward_kernels=4),
+        # The forward writes gradients over the logits, some tokens at a time.
+        loss=Operator(forward=3, backward=0, forward_kernels=2, backward_kernels=0),
+    ),
+    loss_in_place=True,
+    # Segments of its allocator can grow (PYTORCH_CUDA_ALLOC_CONF), so little is lost between them.
+    allocator_factor=1.03,
+)
+
+
+def _with_bf16_gradients(software: Software) -> tuple[StateBytes, ...]:
+    return tuple(replace(state, gradients=2) if state.precision == "bf16" else state for state in software.states)
+
+
+SCALING = replace(
+    DEEPSPEED,
+    name="scaling",
+    title="Aleph Alpha's scaling",
+    operators=replace(EAGER, rmsnorm=FUSED_RMSNORM),
+    # Gradients of micro-batches are added up by autograd: read twice, and written.
+    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=6),
+    attention=FSDP.attention,
+    communication=Communication(),
+    residual_dropout=False,
+    states=_with_bf16_gradients(DEEPSPEED),
+)
+
+SCALING_EAGER = replace(
+    SCALING,
+    name="scaling-eager",
+    title="Aleph Alpha's scaling with an eager RMSNorm",
+    operators=EAGER,
+)
+
+INTERNEVO = replace(
+    MEGATRON_CORE,
+    name="internevo",
+    title="InternLM's InternEvo",
+    operators=replace(
+        EAGER, rmsnorm=FUSED_RMSNORM, rotary=MEGATRON_CORE.operators.rotary, loss=MEGATRON_CORE.operators.loss
+    ),
+    products=SCALING.products,
+    communication=Communication(overlaps_gradient_reduction=True, reduction_bytes=2, broadcasts_parts=True),
+    bucket_elements=256 * 2**20,
+    bucket_elements_per_rank=0,
+    states=_with_bf16_gradients(MEGATRON_CORE),
+)
+
+
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
-    {each.name: each for each in (TERAPIPE, MEGATRON_LM, DEEPSPEED, DEEPSPEED_EAGER, MEGATRON_CORE, FSDP, LLM_FOUNDRY)}
+    {
+        each.name: each
+        for each in (
+            TERAPIPE,
+            MEGATRON_LM,
+            DEEPSPEED,
+            DEEPSPEED_EAGER,
+            MEGATRON_CORE,
+            FSDP,
+            FMS_FSDP,
+            LLM_FOUNDRY,
+            SCALING,
+            SCALING_EAGER,
+            INTERNEVO,
+        )
+    }
 )
 """By name."""
 

@@ -154,14 +154,20 @@ class HardwareEfficiency:
     separate factors relative to A100s (`GENERATIONS`, `roofline.FUSED_KERNELS`). The defaults are of A100s with
     Megatron, rounded:
 
-    - from fits to published trials of A100s, rounded by hand, so those trials are no held-out evidence:
-      `gemm_efficiency` (0.82 to 0.98 over three sources), `misaligned_efficiency` (BigScience's chronicles, tr11),
-      `memory_efficiency` (0.7 to 1.0), `launch_s`, `launch_jitter`, `launch_exposed`, `optimizer_passes` and
-      `iteration_s` (vTrain's runs on one node).
+    - `gemm_efficiency`: products of random numbers of 8192 x 8192 reach 0.825 of the peak for seconds, those of zeros
+      0.946, since the clock falls with power (A100, 400 W: thonking.ai/p/strangely-matrix-multiplications). Devices of
+      a node differ by 5 %, and all wait for the slowest (github.com/stas00/ml-engineering, accelerator/README.md).
+    - from fits to published trials, rounded by hand, so those trials are no held-out evidence: `misaligned_efficiency`
+      (BigScience's chronicles, tr11), `attention_efficiency`, `memory_efficiency` (0.7 to 1.0), `launch_s`,
+      `launch_jitter`, `launch_exposed`, `optimizer_passes` and `iteration_s` (vTrain's runs on one node);
+      `network_efficiency` (0.06 to 0.9 over a dozen sites, so its prior is wide; 0.3 to 0.94 in published tests of
+      links: nccl-tests/issues/152, 175 and 290).
     - `gemm_depth`, `gemm_area`: half a wave of 108 tiles of 128 x 256 is 1.8e6. Products of 1e10 FLOPs and more agree
       within 15 % with the cuBLAS times that aiconfigurator-core has of an A100; with less than 512 inputs cuBLAS is
       slower than this, by up to a half.
-    - `inside_efficiency`: 230 of 300 GB/s (github.com/NVIDIA/nccl-tests/issues/149).
+    - `inside_efficiency`, `collective_s`, `collective_fill_s`, and the latency of NVLink: 720 times that
+      aiconfigurator-core 0.12.0 has of NCCL's all-reduce, reduce-scatter and all-gather of 1 MiB and more in half
+      precision on 2 to 8 A100, H100, H200 and B200, with a mean error of a sixth.
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
     - `fused_attention`: the speed of the kernels outside of training.
     - the rest are guesses with wide priors.
@@ -169,13 +175,13 @@ class HardwareEfficiency:
     The second number of a field is the width of its `Prior`; fields without one are not fitted.
     """
 
-    gemm_efficiency: float = constant(0.87, 0.15, most=1.0)
+    gemm_efficiency: float = constant(0.78, 0.15, most=1.0)
     """Share of the peak that large matrix products reach on an A100."""
     gemm_depth: float = 60.0
     """Inputs of a product at which half its time is prologue and epilogue of the tiles."""
     gemm_area: float = constant(1.0e6, 0.7)
     """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
-    attention_efficiency: float = constant(0.35, 0.4, most=1.0)
+    attention_efficiency: float = constant(0.42, 0.4, most=1.0)
     """Share of the peak that batched products of scores and values reach."""
     fused_attention: float = constant(1.0, 0.2)
     """Speed of fused kernels of attention in training, relative to the kernel outside of training."""
@@ -197,9 +203,9 @@ class HardwareEfficiency:
     ops."""
     whole_loss_factor: float = constant(1.0, 0.7)
     """Memory traffic of the loss where one rank has the whole vocabulary, relative to ranks that share it."""
-    inside_efficiency: float = constant(0.77, 0.2, most=1.0)
+    inside_efficiency: float = constant(0.75, 0.2, most=1.0)
     """Share of a link inside a node that collectives reach."""
-    network_efficiency: float = constant(0.65, 0.6, most=1.0)
+    network_efficiency: float = constant(0.5, 0.7, most=1.0)
     """Share of a network card that collectives reach."""
     transfer_inside_efficiency: float = constant(0.18, 0.5, most=1.0)
     """Share of a link inside a node that it reaches: it takes few of its lanes at once."""
@@ -207,8 +213,10 @@ class HardwareEfficiency:
     """Share of a network card that one message between stages reaches."""
     host_efficiency: float = 0.8
     """Share of the link between a device and its host's page-locked memory that copies reach."""
-    collective_s: float = constant(20e-6, 0.7)
+    collective_s: float = constant(10e-6, 0.7)
     """Start of a collective, in addition to the latency of its links."""
+    collective_fill_s: float = 28e-6
+    """Time for which the chunks of a large message fill the ring, in each round (`links.FILLING_BYTES`)."""
     transfer_s: float = 30e-6
     """Start of a message between stages, in addition to the latency of its link."""
     optimizer_passes: float = constant(1.8, 0.3)

@@ -388,16 +388,25 @@ def _parts_on_nodes(groups: Whole) -> tuple[Whole, Whole, Whole]:
     return ordered.ravel()[first], np.diff(first, append=num_groups * size), num_nodes
 
 
+FILLING_BYTES = 8 * 2**20
+"""Bytes of a message that fill half of NCCL's chunks, which grow with the message."""
+
+
 def _round_s(
     num_bytes: ScalarOrArray,
     topology: GroupTopology,
     efficiency: HardwareEfficiency,
     network_share: ScalarOrArray | None = None,
+    messages: ScalarOrArray = 1.0,
 ) -> ScalarOrArray:
     """Seconds of one round: every rank gets its part of the sum, or every part gets to every rank.
 
+    A ring takes a step for each other rank; an all-reduce over nodes is a tree, as deep as the logarithm of the nodes
+    (github.com/NVIDIA/nccl, src/graph/tuning.cc: rings are the algorithm of reduce-scatter and all-gather).
+
     Args:
-        network_share: part of the bytes that a node's network cards carry; None = as in a ring.
+        network_share: part of the bytes that a node's network cards carry, in a tree of nodes; None = a ring.
+        messages: number of messages that the bytes are divided into.
     """
     size = np.maximum(topology.size, 1)
     ring_share = (size - 1) / size
@@ -406,8 +415,15 @@ def _round_s(
     network = carried / (topology.network_bandwidth * efficiency.network_efficiency)
     crosses = np.greater(topology.num_nodes, 1)
     in_a_node = size / topology.num_nodes
-    steps_s = topology.inside_latency_s * (in_a_node - 1) + np.where(
-        crosses, topology.network_latency_s * np.log2(np.maximum(topology.num_nodes, 1)), 0.0
+    nodes = np.maximum(topology.num_nodes, 1)
+    inside_steps, network_steps = in_a_node - 1, np.log2(nodes)
+    if network_share is None:
+        inside_steps, network_steps = size - nodes, nodes - 1
+    filling_s = efficiency.collective_fill_s * num_bytes / (num_bytes + messages * FILLING_BYTES)
+    steps_s = messages * (
+        topology.inside_latency_s * inside_steps
+        + np.where(crosses, topology.network_latency_s * network_steps, 0.0)
+        + filling_s
     )
     # With one rank on each node, there are no messages inside nodes.
     moving = np.maximum(np.where(in_a_node > 1, inside, 0.0), np.where(crosses, network, 0.0))
@@ -416,23 +432,34 @@ def _round_s(
 
 
 def reduce_scatter_s(
-    num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency
+    num_bytes: ScalarOrArray,
+    topology: GroupTopology,
+    efficiency: HardwareEfficiency,
+    messages: ScalarOrArray = 1.0,
 ) -> ScalarOrArray:
-    """Seconds until each rank has its part of the sum of `num_bytes`; arguments broadcast."""
-    return np.where(
-        np.greater(topology.size, 1), _round_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
-    )
+    """Seconds until each rank has its part of the sum of `num_bytes`; arguments broadcast.
+
+    Args:
+        messages: number of messages that the bytes are divided into.
+    """
+    round_s = _round_s(num_bytes, topology, efficiency, messages=messages)
+    return np.where(np.greater(topology.size, 1), round_s + messages * efficiency.collective_s, 0.0)
 
 
 all_gather_s = reduce_scatter_s
 """Seconds until each rank has the parts of all ranks: the same rounds in the other direction."""
 
 
-def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds until each rank has the sum of `num_bytes`; arguments broadcast."""
+def all_reduce_s(
+    num_bytes: ScalarOrArray,
+    topology: GroupTopology,
+    efficiency: HardwareEfficiency,
+    messages: ScalarOrArray = 1.0,
+) -> ScalarOrArray:
+    """Seconds until each rank has the sum of `num_bytes`; arguments broadcast, `messages` as above."""
     size = np.maximum(topology.size, 1)
-    round_s = _round_s(num_bytes, topology, efficiency, carried_by_network(size, topology.num_nodes))
-    return np.where(np.greater(topology.size, 1), 2 * round_s + efficiency.collective_s, 0.0)
+    round_s = _round_s(num_bytes, topology, efficiency, carried_by_network(size, topology.num_nodes), messages)
+    return np.where(np.greater(topology.size, 1), 2 * round_s + messages * efficiency.collective_s, 0.0)
 
 
 def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:

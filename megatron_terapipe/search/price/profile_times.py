@@ -358,6 +358,8 @@ def measured_efficiency(
         values |= {f"{where}_efficiency": geometric_mean(sums)} if sums else {}
     starts = {"transfer_s": _transfer_start(profile, node), "collective_s": _collective_start(profile, node)}
     values |= {name: start for name, start in starts.items() if start is not None}
+    if starts["collective_s"] is not None:
+        values["collective_fill_s"] = 0.0
     if profile.engine is not None:
         reached_bytes = reachable_bandwidth(node.device) * efficiency.memory_efficiency
         moved = profile.engine.optimizer_s_per_parameter * reached_bytes

@@ -109,16 +109,19 @@ def step_costs(
     traffic = step_traffic(software, precision, zero_stage)
     reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
     has_experts = np.greater(expert_parameters, 0)
-    reduction = reduce(traffic.reduced_bytes * parameters, shards.group, efficiency)
+    bucket = np.maximum(software.bucket_elements, software.bucket_elements_per_rank * shards.group.size)
+    messages = np.maximum(parameters / bucket, 1.0) if software.bucket_elements else 1.0
+    reduction = reduce(traffic.reduced_bytes * parameters, shards.group, efficiency, messages)
     of_part = traffic.reduced_bytes * parameters / shards.group.size
-    reduction = reduction + all_reduce_s(of_part, shards.copies, efficiency)
+    reduction = reduction + all_reduce_s(of_part, shards.copies, efficiency, messages)
     late = reduction * shared_parameters / np.maximum(parameters, 1.0)
     of_experts = reduce(traffic.reduced_bytes * expert_parameters, expert_topology, efficiency)
     reduction = reduction + np.where(has_experts, of_experts, 0.0)
     stepped: ScalarOrArray = parameters + expert_parameters
     gather: ScalarOrArray = 0.0 * reduction
     if traffic.divides_step:
-        gather = all_gather_s(traffic.gathered_bytes * parameters, shards.group, efficiency)
+        parts = shards.group.size if software.communication.broadcasts_parts else messages
+        gather = all_gather_s(traffic.gathered_bytes * parameters, shards.group, efficiency, parts)
         of_experts = all_gather_s(traffic.gathered_bytes * expert_parameters, expert_topology, efficiency)
         gather = gather + np.where(has_experts, of_experts, 0.0)
         stepped = parameters / shards.group.size + expert_parameters / expert_topology.size

@@ -149,6 +149,7 @@ FACTS: list[tuple[Software, Software, Strategy]] = [
     (changed("communication", overlaps_transfers=False, shares_transfers=True), BLOCKING, ON_TWO),
     (changed("communication", overlaps_gradient_reduction=False), TERAPIPE, LAYOUT),
     (changed("communication", overlaps_weight_gather=True), TERAPIPE, LAYOUT),
+    (changed("communication", broadcasts_parts=True), TERAPIPE, LAYOUT),
     (changed("communication", reduction_bytes=8), TERAPIPE, LAYOUT),
     (changed("communication", tensor_parallel_overlap=0.5), TERAPIPE, ON_TWO),
     *(
@@ -167,4 +168,5 @@ def test_trainers_differ() -> None:
     def unsliced(software: Software) -> Strategy:
         return replace(LAYOUT, recompute="none", zero_stage=dict(software.runs)["zero_stage"][-1])
 
-    assert len({priced(software, unsliced(software)) for software in SOFTWARE.values()}) == len(SOFTWARE)
+    norms = {software: software.operators.rmsnorm for software in SOFTWARE.values()}
+    assert len({(*priced(software, unsliced(software)), norm) for software, norm in norms.items()}) == len(SOFTWARE)

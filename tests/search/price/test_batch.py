@@ -214,7 +214,9 @@ def test_the_makespan_without_transfers() -> None:
     assert simulated.makespan > simulated.makespan_without_transfers
 
 
-FREE = HardwareEfficiency(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
+FREE = HardwareEfficiency(
+    collective_s=0.0, collective_fill_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0
+)
 FOUR = GroupTopology(4, 1, 1e9, 0.0, 1e9, 0.0)
 TWO = FOUR._replace(size=2)
 OVERLAPPED = Communication(overlaps_gradient_reduction=True)

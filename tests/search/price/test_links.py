@@ -213,6 +213,7 @@ PERFECT = HardwareEfficiency(
     transfer_network_efficiency=1.0,
     transfer_inside_efficiency=0.5,
     collective_s=0.0,
+    collective_fill_s=0.0,
     transfer_s=0.0,
 )
 INSIDE = GroupTopology(8, 1, 300e9, 0.0, 1.0, 0.0)
@@ -241,14 +242,24 @@ PAIR = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0)
         (all_gather_s, 1e9, PAIR, 15 / 16 * 1e9 / 100e9),
         # The sums inside nodes take time, too.
         (all_reduce_s, 1e9, PAIR._replace(inside_bandwidth=10e9), 2 * 15 / 16 * 1e9 / 10e9),
-        # Small messages wait for latencies.
+        # Small messages wait for latencies: trees over nodes, rings of all ranks.
         (all_reduce_s, 0.0, GroupTopology(16, 2, 300e9, 1e-6, 100e9, 10e-6), 2 * (7e-6 + 10e-6)),
+        (all_reduce_s, 0.0, GroupTopology(64, 8, 300e9, 1e-6, 100e9, 10e-6), 2 * (7e-6 + 3 * 10e-6)),
+        (all_gather_s, 0.0, GroupTopology(64, 8, 300e9, 1e-6, 100e9, 10e-6), 56e-6 + 7 * 10e-6),
     ],
 )
 def test_seconds_of_collectives(
     collective: Callable[..., object], num_bytes: float, topology: GroupTopology, seconds: float
 ) -> None:
     assert collective(num_bytes, topology, PERFECT) == pytest.approx(seconds)
+
+
+def test_each_message_waits_for_latencies_and_fills_its_chunks() -> None:
+    filling = replace(PERFECT, collective_fill_s=1e-3)
+    assert all_gather_s(8 * 2**20, INSIDE._replace(inside_bandwidth=1e18), filling) == pytest.approx(0.5e-3)
+    ring = GroupTopology(64, 8, 1e18, 1e-6, 1e18, 10e-6)
+    one, ten = (float(all_gather_s(1.0, ring, PERFECT, messages)) for messages in (1, 10))
+    assert ten == pytest.approx(10 * one)
 
 
 def test_learned_factors_are_of_reductions_inside_a_node() -> None:
