@@ -4,8 +4,8 @@ A row is a line whose `model` is a name. It has the figures as they were printed
 `pp`, `cp`, `ep`, `etp`, `vpp`, `micro_batch`, `global_batch`, `seq`, `step_time_s` and some more. A row is left out,
 with the reason, where it is no step of pretraining, where the layout or the model is not known, and where no formula
 describes the layers. Settings that a table does not print are those of Megatron's recipes for throughput: routers
-choose evenly, optimizer states are divided, nothing is recomputed. `published_rows.toml` has the models, the systems
-and their sources.
+choose evenly, optimizer states are divided, gradients are in bf16 (`grad_reduce_in_fp32 = False`), nothing is
+recomputed. `published_rows.toml` has the models, the systems and their sources.
 """
 
 import re
@@ -79,7 +79,7 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "group": group,
         "model": model,
         "cluster": {**cluster, "num_devices": devices},
-        "software": "megatron-core",
+        "software": {"like": "megatron-core", "gradients": "bf16"},
         "precision": precision,
         "forced_balance": not str(row.get("routing")).startswith("real"),
         "strategy": strategy,

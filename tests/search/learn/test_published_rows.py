@@ -45,6 +45,7 @@ def test_a_row(tmp_path: Path) -> None:
     assert (strategy.sequence_parallel_size, trial.ignored.get("strategy.context_parallel_size")) == (2, None)
     assert (strategy.schedule, strategy.num_model_chunks, strategy.sequence_parallel) == ("interleaved", 12, True)
     assert (strategy.num_micro_batches, strategy.zero_stage, trial.iteration_time_s) == (512, 1, 24.7)
+    assert trial.software.state("bf16", 1).gradients == 2
     assert (trial.software.name, trial.precision, trial.device) == ("megatron-core", "bf16", "H100-SXM5-80GB")
     assert trial.workload.config is not None and trial.workload.config.num_experts == 128
 
