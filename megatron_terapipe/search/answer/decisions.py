@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron_terapipe.devices import name_words
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.figures import amount_text, count_text, devices_of
+from megatron_terapipe.search.answer.figures import count_text, devices_of
 from megatron_terapipe.search.answer.json_schema import DecisionPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import names_one_device, power_of
@@ -39,7 +39,7 @@ class Training:
     between_failures_s: float | None = None
     """Mean time between failures of a device."""
     save_s: float = 0.0
-    """Seconds that training stands still for a save."""
+    """Seconds without training for a save."""
     restart_s: float = RESTART_S
     """Seconds from a failure to the next iteration."""
 
@@ -89,10 +89,10 @@ class Training:
             energy = f"the power of {unknown} is not known" if unknown else energy
             lines.append(f"days: {count_text(self.tokens)} tokens at the predicted times; {energy}")
         if self.between_failures_s and (found := self.goodput(cluster.num_devices)):
-            mean_hours = amount_text(self.between_failures_s / cluster.num_devices / HOUR)
+            hours = self.between_failures_s / cluster.num_devices / HOUR
             lines.append(
-                f"goodput: a failure each {mean_hours} hours on {cluster.num_devices:,} devices, a restart of "
-                f"{self.restart_s:g} s, and each {amount_text(found[0] / 60)} minutes a save of {self.save_s:g} s"
+                f"goodput: a failure each {hours:,.1f} hours on {cluster.num_devices:,} devices, a restart of "
+                f"{self.restart_s:g} s, and each {found[0] / 60:,.1f} minutes a save of {self.save_s:g} s"
             )
         return lines
 
@@ -108,7 +108,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--failures-per-device-year", metavar="R", help="failures that end the job; Llama 3 405B on 16,384 H100: 0.17"
     )
-    group.add_argument("--save-seconds", metavar="T", help="time that training stands still for a save")
+    group.add_argument("--save-seconds", metavar="T", help="time without training for a save")
     group.add_argument(
         "--restart-seconds", metavar="T", help=f"from a failure to the next iteration (default: {RESTART_S:g})"
     )
@@ -142,21 +142,21 @@ def training_of(options: argparse.Namespace, cluster: Cluster) -> Training:
 
 def parse_prices(text: str, devices: Sequence[str]) -> dict[str, float]:
     """Return the price of an hour of each device, from 2.5 or A100=2.5,V100=1.2."""
-    found: dict[str, float] = {}
     parts = text.split(",") if "=" in text or len(devices) > 1 else [f"{devices[0]}={text}"]
     given = [[word.strip() for word in part.partition("=")[::2]] for part in parts]
-    remedy = f"give {','.join(f'{each}=PRICE' for each in devices)}"
-    unused = {name for name, _ in given}
+    found, unused, fault = {}, {name for name, _ in given}, None
     for device in devices:
         named = [pair for pair in given if names_one_device(pair[0], device)]
         # V100 is that of 16 GB, and any other V100 without a price of its own.
         named = named or [pair for pair in given if name_words(pair[0]) <= name_words(device)]
-        if len(named) != 1:
-            raise ConfigError(f"--price {text} has {'two prices' if named else 'no price'} of {device}: {remedy}")
-        found[device] = _number(named[0][1], f"--price {text}")
-        unused.discard(named[0][0])
-    if unused:
-        raise ConfigError(f"--price {text} has {' and '.join(unused)}, which the cluster has not: {remedy}")
+        if len(named) == 1:
+            found[device] = _number(named[0][1], f"--price {text}")
+            unused.discard(named[0][0])
+        else:
+            fault = fault or f"{'two prices' if named else 'no price'} of {device}"
+    if fault or unused:
+        fault = fault or f"{' and '.join(sorted(unused))}, which the cluster has not"
+        raise ConfigError(f"--price {text} has {fault}: give {','.join(f'{each}=PRICE' for each in devices)}")
     return found
 
 

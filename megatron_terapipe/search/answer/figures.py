@@ -113,41 +113,31 @@ def count_text(number: float) -> str:
     return f"{number:.3g}"
 
 
-def amount_text(number: float) -> str:
-    """Return a number with three significant digits, or all digits of a larger one: `1,234`."""
-    return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"
-
-
 def decision_texts(decision: DecisionPart | None) -> dict[str, str]:
     """Return the figures of a training that were asked for, by the names of their columns."""
     if decision is None:
         return {}
-    is_whole = decision.days is not None
-    names = {"days": decision.days, "price" if is_whole else "price/M tokens": decision.cost}
-    if is_whole:
-        names["kWh"] = decision.energy_kwh
-    texts = {name: amount_text(figure) for name, figure in names.items() if figure is not None}
+    figures = {"days": decision.days, "price": decision.cost, "kWh": decision.energy_kwh}
+    if decision.days is None:
+        figures = {"price/M tokens": decision.cost}
+    texts = {name: count_text(figure) for name, figure in figures.items() if figure is not None}
     return texts | ({} if decision.goodput is None else {"goodput": f"{decision.goodput:.1%}"})
 
 
 def numbers_text(numbers: Sequence[int]) -> str:
     """Return a list of whole numbers as text: `2 x 704, 640` where numbers repeat, `0 to 7` where they count on."""
-
-    def run_from(start: int, step: int) -> int:
-        """Return how many numbers from `start` differ by `step` each from the one before."""
-        end = start + 1
-        while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
-            end += 1
-        return end - start
-
     texts: list[str] = []
     start = 0
     while start < len(numbers):
-        number, same, rising = numbers[start], run_from(start, 0), run_from(start, 1)
+        same, rising = 1, 1
+        while numbers[start + same : start + same + 1] == numbers[start : start + 1]:
+            same += 1
+        while list(numbers[start + rising : start + rising + 1]) == [numbers[start] + rising]:
+            rising += 1
         if rising > 3:
-            texts.append(f"{number} to {number + rising - 1}")
+            texts.append(f"{numbers[start]} to {numbers[start] + rising - 1}")
         else:
-            texts.append(f"{same} x {number}" if same > 1 else str(number))
+            texts.append(f"{same} x {numbers[start]}" if same > 1 else str(numbers[start]))
         start += rising if rising > 3 else same
     return ", ".join(texts)
 
