@@ -28,19 +28,28 @@ def part_of(progress: Progress, first: float, last: float) -> Progress:
 
 
 class ProgressLine:
-    """A line of progress on standard error, removed at the end. It is only written to a terminal."""
+    """A line of progress on standard error, removed at the end; `shown`: None = if that is a terminal."""
 
     _bar: Any = None
     """The line as rich draws it; None where standard error is no terminal."""
 
+    def __init__(self, shown: bool | None = None) -> None:
+        self._shown = sys.stderr is not None and sys.stderr.isatty() if shown is None else shown
+
     def __enter__(self) -> Self:
-        if sys.stderr is not None and sys.stderr.isatty():
+        if self._shown:
             # Imported only where it is used: most commands end before it is loaded.
             from rich.console import Console
             from rich.progress import Progress, TimeRemainingColumn
 
             columns = ("{task.description}", "{task.percentage:.0f}%", TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(
+                *columns,
+                console=Console(stderr=True, force_terminal=True),
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._bar.add_task("", total=1.0)
             self._bar.start()
         return self

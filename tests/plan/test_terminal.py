@@ -17,6 +17,7 @@ from deepspeed_ext.plan.terminal import (
     ProgressLine,
     exact_output,
     no_progress,
+    printable_output,
     run_command,
     write_json,
 )
@@ -34,9 +35,10 @@ def test_only_a_terminal_shows_the_progress_and_it_is_removed(monkeypatch: pytes
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with ProgressLine() as line:
+    with printable_output(), ProgressLine() as line:
         line.part("searching", 0.5, 1.0)(0.2)
     assert "searching" in terminal.getvalue() and "60%" in terminal.getvalue()
+    assert "u001b" not in terminal.getvalue(), "the line controls the terminal"
     assert terminal.getvalue().rstrip().endswith("\x1b[2K"), "the line is erased"
 
 

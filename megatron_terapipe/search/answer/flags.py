@@ -2,12 +2,12 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.terminal import ProgressLine
 from deepspeed_ext.plan.text_files import field_texts, read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json, read_json
@@ -255,30 +255,9 @@ def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[Sea
 
 @contextmanager
 def progress_bar(shown: bool | None = None) -> "Iterator[ProgressCallback]":
-    """Yield a callback that shows the progress of a search.
-
-    Args:
-        shown: None = if standard error is a terminal.
-    """
-    if not (sys.stderr.isatty() if shown is None else shown):
-        yield lambda done, total, phase: None
-        return
-    from tqdm import tqdm
-
-    bars: dict[str, Any] = {}
-
-    def show(done: int, total: int, phase: str) -> None:
-        if phase not in bars:
-            for bar in bars.values():
-                bar.close()
-            bars[phase] = tqdm(total=total, desc=phase, file=sys.stderr, leave=False)
-        bars[phase].update(done + 1 - bars[phase].n)
-
-    try:
-        yield show
-    finally:
-        for bar in bars.values():
-            bar.close()
+    """Yield a callback that shows the progress of a search; `shown`: None = if standard error is a terminal."""
+    with ProgressLine(shown) as line:
+        yield lambda done, total, phase: line.part(phase)((done + 1) / total)
 
 
 def read_one_strategy(path: str) -> Strategy:

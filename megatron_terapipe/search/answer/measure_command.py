@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, add_json_flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
 from megatron_terapipe.search.answer.flags import PRECISIONS, add_model_flags, model_of, whole_numbers
@@ -113,12 +112,16 @@ def run(options: argparse.Namespace) -> int:
         else measure_hosts(sizes, options.hostfile, on_cpu=on_cpu())
     )
     profile = None
-    with _progress(options.budget_s) as show:
+    with ProgressLine() as line:
         for news in measuring:
             if isinstance(news, Profile):
                 profile = news
-            else:
-                show(news.share, news.doing)
+                continue
+            share = min(news.share, 1.0)
+            doing = f"{news.doing}, about {(1 - share) * options.budget_s:.0f} s left"
+            line.part(doing)(share)
+            if not sys.stderr.isatty():
+                print(f"  {100 * share:3.0f} %  {doing}", file=sys.stderr, flush=True)
     if profile is None:
         raise ConfigError(f"the first rank of {options.hostfile} sent no profile: see the lines above")
     write_profile(profile, options.json)
@@ -180,22 +183,3 @@ def summary(profile: Profile) -> Iterator[str]:
             f"  engine: {1e6 * engine.op_s:.3g} us an op, {1e9 * engine.optimizer_s_per_parameter:.3g} ns a parameter, "
             f"{1000 * engine.iteration_s:.3g} ms an iteration"
         )
-
-
-@contextmanager
-def _progress(budget_s: float) -> Iterator[Callable[[float, str], None]]:
-    """Yield a function that shows the share that is done: a bar on a terminal, else a line for each new measurement."""
-    from tqdm import tqdm
-
-    bar_format = "{percentage:3.0f}% |{bar}| {desc}"
-    with tqdm(total=100, unit="%", file=sys.stderr, disable=None, bar_format=bar_format) as bar:
-
-        def show(share: float, doing: str) -> None:
-            left = f"{doing}, about {max(1 - share, 0) * budget_s:.0f} s left"
-            if bar.disable:
-                print(f"  {100 * min(share, 1.0):3.0f} %  {left}", file=sys.stderr, flush=True)
-                return
-            bar.set_description_str(left)
-            bar.update(100 * min(share, 1.0) - bar.n)
-
-        yield show

@@ -218,22 +218,17 @@ class LayerMemory:
         elif recompute == "selective":
             again = inputs + (activated if layer.experts is None else 0.0)
             kept = everything - again
-        if owned and window is not None:
-            # Each token slice keeps its own; while it runs, those in reach are put together.
-            return TokenMemory(
-                activations=kept + key_value,
-                working=again + gradients + key_value,
-                freed_by_input_gradient=kept + key_value - self.operands(),
-                scores=tile_scores,
-                window_gradients=(window - 1) * key_value * gradient_ratio,
-            )
+        # With a window each token slice keeps its own keys and values; while it runs, those in reach are put together.
+        in_window = self.keys_of_window()
+        of_sequence = key_value * owned - in_window
         return TokenMemory(
-            activations=kept,
-            key_values=key_value * owned,
-            key_value_gradients=key_value * gradient_ratio * owned,
-            working=again + gradients,
-            freed_by_input_gradient=kept - self.operands(),
+            activations=kept + in_window,
+            key_values=of_sequence,
+            key_value_gradients=of_sequence * gradient_ratio,
+            working=again + gradients + in_window,
+            freed_by_input_gradient=kept + in_window - self.operands(),
             scores=tile_scores * owned,
+            window_gradients=((window or 1) - 1) * in_window * gradient_ratio,
         )
 
     def routed(self, *, working: bool = False) -> ScalarOrArray:

@@ -3,8 +3,9 @@
 Beyond `MOST_OPS` the makespan is extrapolated from two smaller numbers of micro-batches.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class ScheduleSimulator:
 
     def __init__(self) -> None:
         self.columns = cache(orders_of_ranks)
-        self.orders = cache(_compiled)
+        self.orders = cache(lambda schedule, shape: CompiledOrders.of_schedule(schedule_named(schedule), shape))
         self._planned: tuple[tuple[object, ...], SimulatedOrders, HostCopyPlan] | None = None
         """The copies that were planned last: memory and time of a strategy need the same."""
 
@@ -81,24 +82,11 @@ class ScheduleSimulator:
         # Long enough for the slowest rank to set the pace, whatever ran ahead of it.
         least = 4 * period
         count = max(least, (MOST_OPS // ops_each - period) // period * period) + shape.num_micro_batches % period
-        if shape.num_micro_batches <= count + period:
-            makespan = self._makespan(schedule, shape, costs)
-            copying = self._copying_s(schedule, shape, costs, host_copies)
-            within = makespan if free else self._makespan(schedule, shape, without)
-            return SimulatedTime(makespan + copying, within, copying)
-        fewer = replace(shape, num_micro_batches=count)
-        more = replace(shape, num_micro_batches=count + period)
-        periods = (shape.num_micro_batches - count) / period
-
-        def line(each: OpCosts) -> float:
-            low, high = self._makespan(schedule, fewer, each), self._makespan(schedule, more, each)
-            return low + periods * (high - low)
-
-        makespan = line(costs)
-        low, high = (self._copying_s(schedule, each, costs, host_copies) for each in (fewer, more))
-        copying = max(low + periods * (high - low), 0.0)
-        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
-        return SimulatedTime(makespan + copying, makespan if free else line(without), copying, (note,))
+        line = partial(_on_a_line, shape, count, period)
+        makespan = line(lambda each: self._makespan(schedule, each, costs))
+        copying = max(line(lambda each: self._copying_s(schedule, each, costs, host_copies)), 0.0)
+        within = makespan if free else line(lambda each: self._makespan(schedule, each, without))
+        return SimulatedTime(makespan + copying, within, copying, _notes_of_line(shape, count, period))
 
     def _copying_s(
         self, schedule: str, shape: PipelineShape, costs: OpCosts, host_copies: HostCopySettings | None
@@ -124,33 +112,36 @@ class ScheduleSimulator:
     ) -> SimulatedTime:
         from deepspeed_ext.plan.solve.orders import optimise
 
-        period = shape.num_ranks
-        count = min(shape.num_micro_batches, SEARCHED_PERIODS * period)
-        makespans = []
-        for fewer in (count, count + period):
-            smaller = replace(shape, num_micro_batches=fewer)
-            found = optimise(smaller, costs, memory_limit=memory_limit, lengths=token_slices.lengths, effort=EFFORT)
-            makespans.append(found.makespan)
-            if fewer == shape.num_micro_batches:
-                return SimulatedTime(makespans[0], makespans[0])
-        periods = (shape.num_micro_batches - count) / period
-        makespan = makespans[0] + periods * (makespans[1] - makespans[0])
-        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
-        return SimulatedTime(makespan, makespan, notes=(note,))
+        def makespan(each: PipelineShape) -> float:
+            return optimise(
+                each, costs, memory_limit=memory_limit, lengths=token_slices.lengths, effort=EFFORT
+            ).makespan
+
+        count, period = SEARCHED_PERIODS * shape.num_ranks, shape.num_ranks
+        seconds = _on_a_line(shape, count, period, makespan)
+        return SimulatedTime(seconds, seconds, notes=_notes_of_line(shape, count, period))
 
     def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
         return self.orders(schedule, shape).simulate(costs).makespan
 
 
-def _compiled(schedule: str, shape: PipelineShape) -> CompiledOrders:
-    """Return the orders of a schedule as arrays."""
-    return CompiledOrders.of_schedule(schedule_named(schedule), shape)
+def _on_a_line(shape: PipelineShape, count: int, period: int, of: Callable[[PipelineShape], float]) -> float:
+    """Return the seconds of a shape; of more than `count + period` micro-batches, on the line through these two."""
+    if shape.num_micro_batches <= count + period:
+        return of(shape)
+    low, high = (of(replace(shape, num_micro_batches=each)) for each in (count, count + period))
+    return low + (shape.num_micro_batches - count) / period * (high - low)
+
+
+def _notes_of_line(shape: PipelineShape, count: int, period: int) -> tuple[str, ...]:
+    if shape.num_micro_batches <= count + period:
+        return ()
+    return (f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}",)
 
 
 def num_searched_ops(shape: PipelineShape) -> int:
     """Return the number of ops of the longest order that is searched for to price `optimised`."""
-    few, more = SEARCHED_PERIODS * shape.num_ranks, (SEARCHED_PERIODS + 1) * shape.num_ranks
-    num_micro_batches = shape.num_micro_batches if shape.num_micro_batches <= few else more
+    num_micro_batches = min(shape.num_micro_batches, (SEARCHED_PERIODS + 1) * shape.num_ranks)
     # A forward and the two parts of its backward.
     return 3 * shape.num_stages * shape.num_token_slices * num_micro_batches
 

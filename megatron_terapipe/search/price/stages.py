@@ -366,10 +366,8 @@ def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:
 
     A matrix shared by its outputs reads the same tokens on every rank, and their gradients add up; one shared by its
     inputs gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). Ranks
-    that share an embedding have a part of its rows each.
-
-    Args:
-        sums_at_once: whether the trainer sums the parts of parallel attention and MLP in one reduction.
+    that share an embedding have a part of its rows each. `sums_at_once`: whether the trainer sums the parts of parallel
+    attention and MLP in one reduction.
     """
     entering = sum(product.parallel == "column" for product in layer.products)
     leaving = sum(product.parallel == "row" for product in layer.products)
@@ -381,10 +379,7 @@ def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:
 def launched(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -> ScalarOrArray:
     """Return the seconds of a device's work that its host launches ahead of it; arguments broadcast.
 
-    Args:
-        device_s: seconds that the device needs.
-        launch_s: seconds that the host needs.
-        exposed: share of the shorter that the longer does not hide; 1 = the host waits for each kernel.
+    `exposed`: share of the shorter that the longer does not hide; 1 = the host waits for each kernel.
     """
     return np.maximum(device_s, launch_s) + exposed * np.minimum(device_s, launch_s)
 

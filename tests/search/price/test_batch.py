@@ -206,6 +206,14 @@ def test_the_rest_is_a_straight_line(schedule: str, shape: PipelineShape, monkey
     assert extrapolated.makespan == pytest.approx(exact.makespan, rel=2e-3)
 
 
+def test_an_optimised_order_of_the_longer_search_is_priced_whole() -> None:
+    costs = uneven(PipelineShape(2, 1))
+    count = playing.SEARCHED_PERIODS * 2
+    shapes = PipelineShape(2, count), PipelineShape(2, count + 2)
+    few, more = (ScheduleSimulator().simulate("optimised", shape, costs).makespan for shape in shapes)
+    assert more > few * (1 + 1 / count)
+
+
 def test_the_makespan_without_transfers() -> None:
     shape = PipelineShape(4, 8)
     rows = ((1.0,),) * 4
