@@ -13,7 +13,8 @@ above the peak of the data sheet are refused, and counted. Fitted are these form
 `depth` and `area` are fitted to products of 1e10 FLOPs and more; `share` to those of 1e11 and more, as in training,
 where clocks are lower. Memory is the median of products of at most 16 rows, which read a weight of 400 MB and more
 once. Each framework is fitted separately; figures of a generation are geometric means over its devices and frameworks.
-Attention is the forward with heads of 128: inference has no backward.
+Attention is the forward with heads of 128: inference has no backward. NCCL's collectives of 1 MiB and more in half
+precision, inside a node, are compared with the formulas of the cost model.
 """
 
 from collections import defaultdict
@@ -28,8 +29,9 @@ from scipy.optimize import least_squares
 
 from benchmarks.measuring.command import Parser
 from megatron_terapipe.devices import Device
-from megatron_terapipe.search.machine.library import device
-from megatron_terapipe.search.price.efficiency import GENERATIONS, IN_FP8
+from megatron_terapipe.search.machine.library import device, usual_machine
+from megatron_terapipe.search.price.efficiency import GENERATIONS, IN_FP8, HardwareEfficiency
+from megatron_terapipe.search.price.links import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
 from megatron_terapipe.search.price.roofline import TILE
 
 Floats = NDArray[np.float64]
@@ -43,6 +45,8 @@ SYSTEMS = {
     "gb200": "GB200-186GB",
 }
 """Folders of the package, and the devices of our library that they are of."""
+
+COLLECTIVES = {"all_reduce": all_reduce_s, "reduce_scatter": reduce_scatter_s, "all_gather": all_gather_s}
 
 LEAST_FLOPS = 1e10
 """Smaller products wait for their launch."""
@@ -113,6 +117,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         share, depth, area = np.exp(np.log(fits).mean(axis=0))
         reading = float(np.exp(np.log(memory[generation]).mean()))
         print(f"{generation:<14} {share:.3f} {depth:6.0f} {area:9.2g}   {reading:.3f}   {GENERATIONS[generation]}")
+
+    print("\ncollectives    device           error    bias   rows")
+    for name, spelled in SYSTEMS.items():
+        errors = _collective_errors(systems, name, device(spelled))
+        if len(errors):
+            print(f"{'':<14} {spelled:<16} {np.abs(errors).mean():.3f}  {errors.mean():+.3f}   {len(errors)}")
+
+
+def _collective_errors(systems: Path, name: str, one: Device) -> Floats:
+    """Predicted / measured - 1 of all-reduces, reduce-scatters and all-gathers on 2 to 8 devices of a node."""
+    node, found = usual_machine(one.name).node, []
+    for _, rows in _tables(systems / name / "comm", "nccl_perf.parquet"):
+        for row in rows:
+            formula, num_bytes = COLLECTIVES.get(row["op_name"]), 2 * int(row["message_size"])
+            if formula and row["nccl_dtype"] == "half" and num_bytes >= 2**20 and int(row["num_gpus"]) <= 8:
+                links = GroupTopology(int(row["num_gpus"]), 1, node.inside.bandwidth, node.inside.latency_s, 1.0, 0.0)
+                seconds = float(formula(num_bytes, links, HardwareEfficiency()))
+                found.append(seconds / (float(row["latency"]) * 1e-3) - 1)
+    return np.array(found)
 
 
 def _tables(folder: Path, name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -165,9 +165,9 @@ class HardwareEfficiency:
     - `gemm_depth`, `gemm_area`: half a wave of 108 tiles of 128 x 256 is 1.8e6. Products of 1e10 FLOPs and more agree
       within 15 % with the cuBLAS times that aiconfigurator-core has of an A100; with less than 512 inputs cuBLAS is
       slower than this, by up to a half.
-    - `inside_efficiency`, `collective_s`, `collective_fill_s`, and the latency of NVLink: 720 times that
-      aiconfigurator-core 0.12.0 has of NCCL's all-reduce, reduce-scatter and all-gather of 1 MiB and more in half
-      precision on 2 to 8 A100, H100, H200 and B200, with a mean error of a sixth.
+    - `inside_efficiency`, `collective_s`, `collective_fill_s`, and the latency of NVLink: 1,634 times that
+      aiconfigurator-core 0.12.0 has of NCCL's all-reduce, reduce-scatter and all-gather of 1 MiB and more on 2 to 8
+      A100, H100, H200, B200 and GB200, with a mean error of 13 to 17 % (`python -m benchmarks.kernel_efficiency`).
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
     - `fused_attention`: the speed of the kernels outside of training.
     - the rest are guesses with wide priors.
@@ -252,7 +252,7 @@ REFERENCE = "ampere"
 # fmt: off
 GENERATIONS: Mapping[str, KernelEfficiency] = MappingProxyType({
     "pascal":    KernelEfficiency(products=0.45, area=1.7e5, memory=0.70, processors=56),
-    "volta":     KernelEfficiency(products=0.78, area=2.4e5, memory=0.83, processors=80),
+    "volta":     KernelEfficiency(products=0.63, area=2.4e5, memory=0.83, processors=80),
     "turing":    KernelEfficiency(products=0.37, area=1.2e5, memory=0.69, processors=40),
     "ampere":    KernelEfficiency(products=0.84, area=3.2e5, memory=0.79, processors=108, is_measured=True),
     "ada":       KernelEfficiency(products=0.59, area=3.2e5, memory=0.83, processors=142, is_measured=True),
