@@ -11,14 +11,19 @@ put several sequences into a micro-batch. Predictions use the data sheets of a V
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.solve.cuts import CutGrid
+from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from examples.terapipe.hardware import cost_model_of, strategy_of
 from examples.terapipe.published import EQUAL_TOKEN_SLICES, SETTINGS, SWEEP, Setting
-from megatron_terapipe.search.rank.token_slices import solve_batch, solve_cut
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.rank.token_slices import TabulatedCosts, solve_cut
+from megatron_terapipe.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -101,6 +106,24 @@ def predicted(setting: Setting, *, curves: bool = False, joint: bool = False) ->
             {"micro_batch_size": size, "token_slices": list(cut.lengths)} for size, cut in found.micro_batches
         ]
     return entry
+
+
+def solve_batch(
+    cost_model: CostModel, strategy: Strategy, *, sizes: Sequence[int], equal_sizes: bool = False, granularity: int = 8
+) -> TerapipeCut:
+    """Run TeraPipe's joint program: micro-batches and token slices of one pipeline's batch, for gpipe.
+
+    Args:
+        granularity: lengths are multiples of this.
+    """
+    grid = CutGrid(cost_model.workload.seq_length, granularity, granularity)
+    ranks = strategy.pipeline_parallel_size
+    costs = {}
+    for size in sizes:
+        of_size = replace(strategy, micro_batch_size=size, global_batch_size=None)
+        costs[size] = TabulatedCosts.of(cost_model, of_size, grid).busiest_and_others(ranks)
+    batch_size = strategy.num_micro_batches * strategy.micro_batch_size
+    return TerapipeProblem.of(costs, grid, batch_size, 2, ranks - 1).solve(equal_sizes=equal_sizes)
 
 
 def show(entries: list[dict[str, Any]]) -> None:

@@ -28,7 +28,8 @@ integer programs (OptPipe, arXiv 2510.05186), which are exact for tens of ops.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -81,12 +82,16 @@ class OptimisedSchedule:
     """Makespan with the costs they were optimised for."""
     bubble_ratio: float
     """Idle time over ranks x makespan."""
-    lower_bound: float
-    """Makespan that no order can beat under the memory limit; see `bound`."""
+    problem: SchedulingProblem = field(repr=False, compare=False)
     peak_activation: tuple[float, ...]
     """Per rank its peak, in activations of one micro-batch."""
     start: str
     """Origin of the orders that were annealed: the name of a fixed schedule, or `search`."""
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Makespan that no order can beat under the memory limit; see `bound`."""
+        return lower_bound(self.problem)
 
     @property
     def schedule(self) -> Schedule:
@@ -136,7 +141,7 @@ def optimise(
         named,
         simulated.makespan,
         simulated.bubble_ratio,
-        lower_bound(problem),
+        problem,
         compiled.peak_activation(problem.lengths),
         start.name,
     )

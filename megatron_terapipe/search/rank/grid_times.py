@@ -165,6 +165,14 @@ class RankOps:
     """[N, B, S, R, Q] seconds of weight gradients that zero-bubble leaves for the end, at most."""
 
 
+def kind_of_rank(groups: RankGroups) -> Whole:
+    """[P] number of the kind of each pipeline rank."""
+    found = np.empty(groups.layout.pipeline_parallel_size, np.int64)
+    for number, kind in enumerate(groups.kinds):
+        found[kind.ranks] = number
+    return found
+
+
 class KindTables(NamedTuple):
     """Tables of the kinds of ranks side by side: [4, parts, kinds x K, B, S, R, Q]."""
 
@@ -178,15 +186,12 @@ class KindTables(NamedTuple):
     @classmethod
     def of(cls, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> "KindTables":
         """Look up the tables of a grid."""
-        kind_of_rank = np.empty(grid.layout.pipeline_parallel_size, np.int64)
-        for number, kind in enumerate(groups.kinds):
-            kind_of_rank[kind.ranks] = number
         most = max(len(kind.devices) for kind in groups.kinds)
         of_kinds = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in groups.kinds]
         by_device = [
             np.concatenate([each[min(place, len(each) - 1)] for each in of_kinds], axis=2) for place in range(most)
         ]
-        return cls(by_device, by_device[0] if most == 1 else np.minimum.reduce(by_device), kind_of_rank)
+        return cls(by_device, by_device[0] if most == 1 else np.minimum.reduce(by_device), kind_of_rank(groups))
 
     def layers(self, counts: Floats, ranks: Whole) -> Floats:
         """[n, kinds x K] layers in the columns of the kind of each rank, from [n, K]."""

@@ -28,7 +28,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, memory_of_1f1b, sc
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts
 from deepspeed_ext.plan.solve.problem import Numbers
-from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
+from deepspeed_ext.plan.solve.terapipe import TerapipeProblem
 from deepspeed_ext.plan.solve.token_slices import CutEvaluation, FixedSchedule, OptimisedOrders, search_cuts
 from megatron_terapipe.config.pipeline import granularity_of
 from megatron_terapipe.errors import ConfigError
@@ -42,7 +42,7 @@ from megatron_terapipe.search.price.stages import (
     PlacedStrategy,
     pipeline_shape,
 )
-from megatron_terapipe.search.rank.grid_times import different_rows
+from megatron_terapipe.search.rank.grid_times import different_rows, kind_of_rank
 from megatron_terapipe.strategy import Strategy
 
 
@@ -114,11 +114,8 @@ class TabulatedCosts:
 
 def _different_stages(placed: PlacedStrategy) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first stage of each kind, and [stages] the kind of each: the same layers, devices and links."""
-    kind_of_rank = np.empty(len(placed.groups.devices))
-    for number, kind in enumerate(placed.groups.kinds):
-        kind_of_rank[kind.ranks] = number
     layers = placed.counts.per_stage
-    return different_rows(np.column_stack([np.resize(kind_of_rank, len(layers)), layers]))
+    return different_rows(np.column_stack([np.resize(kind_of_rank(placed.groups), len(layers)), layers]))
 
 
 def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, points: Numbers) -> Numbers:
@@ -252,24 +249,6 @@ def solve_cut(
     priced = [solver.priced(found[count][1]) for count in sorted(found)]
     best_cut = min(priced, key=lambda cut: cut.iteration_time_s)
     return SolvedCut(best_cut.token_slices, best_cut.iteration_time_s, tuple(priced))
-
-
-def solve_batch(
-    cost_model: CostModel, strategy: Strategy, *, sizes: Sequence[int], equal_sizes: bool = False, granularity: int = 8
-) -> TerapipeCut:
-    """Run TeraPipe's joint program: micro-batches and token slices of one pipeline's batch, for gpipe.
-
-    Args:
-        granularity: lengths are multiples of this.
-    """
-    grid = CutGrid(cost_model.workload.seq_length, granularity, granularity)
-    ranks = strategy.pipeline_parallel_size
-    costs = {}
-    for size in sizes:
-        of_size = replace(strategy, micro_batch_size=size, global_batch_size=None)
-        costs[size] = TabulatedCosts.of(cost_model, of_size, grid).busiest_and_others(ranks)
-    batch_size = strategy.num_micro_batches * strategy.micro_batch_size
-    return TerapipeProblem.of(costs, grid, batch_size, 2, ranks - 1).solve(equal_sizes=equal_sizes)
 
 
 def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: int | None = None) -> CutGrid:

@@ -11,6 +11,7 @@ from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, PolynomialCosts, op_costs
+from examples.terapipe.settings import solve_batch
 from megatron_terapipe.arguments import build_config
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.devices import Device
@@ -20,7 +21,7 @@ from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.workload import gpt_workload
-from megatron_terapipe.search.rank.token_slices import ExtrapolatedSchedule, TabulatedCosts, solve_batch, solve_cut
+from megatron_terapipe.search.rank.token_slices import ExtrapolatedSchedule, TabulatedCosts, solve_cut
 from megatron_terapipe.strategy import Strategy
 from tests.plan.solve.cuts import all_cuts
 
