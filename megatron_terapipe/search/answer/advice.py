@@ -214,39 +214,30 @@ def _strategy(document: Mapping[str, Any]) -> str:
 def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str | None:
     """Return a part of the cluster that is faster than all of it, or much cheaper for each token; None if none is."""
 
-    def on_part(part: FewerDevicesPart) -> str:
-        used = {node.device.name for node in cluster.at_most(part.num_devices).nodes}
-        names = {node.device.name for node in cluster.nodes} - used
-        without = f", without the nodes of {' and '.join(sorted(names))}" if names else ""
-        return (
-            f"on {part.num_devices} of the {cluster.num_devices} devices{without}, an iteration takes "
-            f"{time_text(part.iteration_time_s)} ({_strategy(part.strategy)})"
-        )
-
-    best = min(found, key=lambda part: part.time_ratio, default=None)
-    if best is not None and best.time_ratio <= 1 - WORTH_SAYING:
-        return (
-            f"FEWER DEVICES ARE FASTER: {on_part(best)}, {1 - best.time_ratio:.0%} less than rank 1, which "
-            f"uses all: add --devices-at-most {best.num_devices} to rank them"
-        )
-
     def cost(part: FewerDevicesPart) -> float:
         return part.cost_ratio if part.price_ratio is None else part.price_ratio
 
-    best = min(found, key=cost, default=None)
-    if best is None or min(best.cost_ratio, cost(best)) > 1 - CHEAPER:
+    if not found:
         return None
-    # Devices of other kinds have other prices.
-    is_cheaper = cost(best) <= 1 - CHEAPER and (best.price_ratio is not None or cluster.is_uniform)
-    used = f"{1 - best.cost_ratio:.0%} fewer device hours a token"
-    if len(best.device_hours_ratio) > 1:
-        kinds = [f"{ratio:.2f} times those of {name}" for name, ratio in best.device_hours_ratio.items() if ratio]
-        used += f", {' and '.join(kinds)}"
-    price = "" if best.price_ratio is None else f", at {best.price_ratio:.2f} times the price"
+    best, title = min(found, key=lambda part: part.time_ratio), "FEWER DEVICES ARE FASTER"
+    if best.time_ratio > 1 - WORTH_SAYING:
+        best = min(found, key=cost)
+        if min(best.cost_ratio, cost(best)) > 1 - CHEAPER:
+            return None
+        # Devices of other kinds have other prices.
+        is_cheaper = cost(best) <= 1 - CHEAPER and (best.price_ratio is not None or cluster.is_uniform)
+        title = f"fewer devices {'are cheaper' if is_cheaper else 'take fewer device hours'}"
+    hours = {name: ratio for name, ratio in best.device_hours_ratio.items() if ratio}
+    without = " and ".join(sorted(best.device_hours_ratio.keys() - hours))
+    kinds = " and ".join(f"{ratio:.2f} times those of {name}" for name, ratio in hours.items())
     return (
-        f"fewer devices {'are cheaper' if is_cheaper else 'take fewer device hours'}: {on_part(best)}, "
-        f"{best.time_ratio:.2f} times as long as on all, for {used}{price}: add --devices-at-most "
-        f"{best.num_devices} to rank them"
+        f"{title}: on {best.num_devices} of the {cluster.num_devices} devices"
+        f"{f', without the nodes of {without}' if without else ''}, an iteration takes "
+        f"{time_text(best.iteration_time_s)} ({_strategy(best.strategy)}), {best.time_ratio:.2f} times as long as on "
+        f"all, for {1 - best.cost_ratio:.0%} fewer device hours a token"
+        f"{f', {kinds}' if len(best.device_hours_ratio) > 1 else ''}"
+        f"{'' if best.price_ratio is None else f', at {best.price_ratio:.2f} times the price'}: "
+        f"add --devices-at-most {best.num_devices} to rank them"
     )
 
 
