@@ -27,7 +27,7 @@ from megatron_terapipe.search.answer.figures import (
     strategy_text,
     time_text,
 )
-from megatron_terapipe.search.answer.json_schema import Entry, RankDocument, SearchPart
+from megatron_terapipe.search.answer.json_schema import Entry, RankDocument
 from megatron_terapipe.search.answer.table import LEFT, heading, rows_of
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from megatron_terapipe.search.rank.space import SearchProblem
@@ -71,7 +71,11 @@ def render_page(
     if panels:
         note = f'<p class="sub">{escape(panels_note)}</p>' if panels_note else ""
         body.append(section("Timeline", note + timelines(panels, "predicted timeline"), kind="timeline"))
-    body.append(section("Rejected strategies", _rejections(document.search)))
+    search, rejected = document.search, Counter(document.search.rejected)
+    bars = [Bar(rule, {"rejected": float(count)}, f"{count:,}") for rule, count in rejected.most_common()]
+    text = f"{search.considered:,} strategies were considered, and {rejected.total():,} rejected."
+    drawn = stacked_bars(bars, colours(["rejected"]), lambda _, bar: bar.figure)
+    body.append(section("Rejected strategies", f'<p class="sub">{text}</p>{drawn}'))
     return html_document(title, "\n".join(body))
 
 
@@ -164,11 +168,3 @@ def _layers_of_ranks(problem: SearchProblem, strategy: Strategy) -> list[str]:
     for stage, (first, end) in enumerate(pairwise(partition.bounds)):
         words[stage % ranks].append(f"{first}-{end - 1}" if end - first > 1 else f"{first}" if end > first else "none")
     return [f"layers {', '.join(each)}" for each in words]
-
-
-def _rejections(search: SearchPart) -> str:
-    """Return the number of strategies that were considered, and a bar for the rejections of each rule."""
-    rejected = Counter(search.rejected)
-    bars = [Bar(rule, {"rejected": float(count)}, f"{count:,}") for rule, count in rejected.most_common()]
-    text = f"{search.considered:,} strategies were considered, and {rejected.total():,} rejected."
-    return f'<p class="sub">{text}</p>{stacked_bars(bars, colours(["rejected"]), lambda _, bar: bar.figure)}'

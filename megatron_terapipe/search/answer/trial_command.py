@@ -158,7 +158,14 @@ def _run(options: argparse.Namespace) -> TrialDocument:
         document = trial_document(journal, costs, (*notes, *costs.notes))
         print_trials(document)
         if document.errors is not None:
-            _print_next(options)
+            rank = "" if options.profile is None else f" --profile {options.profile}"
+            train = "" if options.profile is None else f" --op-profile {options.profile}"
+            print(
+                f"next: terapipe search rank {options.model} {options.cluster} --global-batch-size "
+                f"{options.global_batch_size}{rank} --calibrate {options.trials}\n"
+                f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{train} "
+                f"--op-calibration {options.trials}"
+            )
     return document
 
 
@@ -206,15 +213,3 @@ def _run_all(
         runs.append(run_strategy(strategy, journal.problem, settings, name=name))
         print(f", {runs[-1].in_words()}", flush=True)
         journal.write(strategy, runs, trial_id=name, rounds=rounds)
-
-
-def _print_next(options: argparse.Namespace) -> None:
-    """Print the commands that use the trials."""
-    rank, train = "", ""
-    if options.profile is not None:
-        rank, train = f" --profile {options.profile}", f" --op-profile {options.profile}"
-    print(
-        f"next: terapipe search rank {options.model} {options.cluster} --global-batch-size "
-        f"{options.global_batch_size}{rank} --calibrate {options.trials}\n"
-        f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{train} --op-calibration {options.trials}"
-    )

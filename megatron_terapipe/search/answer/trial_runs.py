@@ -350,7 +350,12 @@ def print_trials(document: TrialDocument) -> None:
         print(f"{time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(Strategy.from_json(entry.strategy))}")
     for name, errors in (("before", document.errors), ("calibrated on them", document.errors_calibrated)):
         if errors is not None:
-            print(f"{name}: {_in_words(errors)}")
+            words = [f"mean error {errors.mean_error:.1%}"]
+            if errors.spearman is not None:
+                words.append(f"Spearman {errors.spearman:.2f}")
+            if errors.top1_regret is not None:
+                words.append(f"the one predicted best is {errors.top1_regret:.1%} slower than the best")
+            print(f"{name}: {', '.join(words)}")
     print(f"{document.trials} has {len(document.entries)} trials of this question")
 
 
@@ -371,15 +376,6 @@ def _errors(pairs: Sequence[tuple[float, Predicted]]) -> Errors | None:
         spearman=spearman((measured, predicted)),
         top1_regret=top1_regret((measured, predicted)),
     )
-
-
-def _in_words(errors: Errors) -> str:
-    words = [f"mean error {errors.mean_error:.1%}"]
-    if errors.spearman is not None:
-        words.append(f"Spearman {errors.spearman:.2f}")
-    if errors.top1_regret is not None:
-        words.append(f"the one predicted best is {errors.top1_regret:.1%} slower than the best")
-    return ", ".join(words)
 
 
 def _beside(measured_s: float, predicted: Predicted | None) -> str:

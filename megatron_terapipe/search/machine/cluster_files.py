@@ -418,7 +418,13 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
             f"{path} is empty: write nodes as docs/reference/search-inputs.md shows, or hostfile lines, HOST slots=N"
         )
     if is_hostfile(text, path):
-        return _of_hostfile(text, path, device)
+        if device is None:
+            raise ConfigError(
+                f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB"
+            )
+        hosts, group = parse_hostfile(text, path), NodeGroup.of_library(device, "--device")
+        nodes = tuple(replace(group.node, name=host.name, num_devices=host.slots) for host in hosts if host.slots)
+        return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)
     if device is not None:
         raise ConfigError(f"--device {device} is for hostfiles, and {path} names its devices: drop the flag")
     return parse_cluster(parse_text(text, path), path)
@@ -439,12 +445,3 @@ def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...
         nodes[host] = replace(node, name=host)
     notes = [note for each in groups for note in each.notes]
     return Cluster(nodes=tuple(nodes.values()), name=name), tuple(dict.fromkeys(notes))
-
-
-def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tuple[str, ...]]:
-    if device is None:
-        raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")
-    hosts = parse_hostfile(text, path)
-    group = NodeGroup.of_library(device, "--device")
-    nodes = tuple(replace(group.node, name=host.name, num_devices=host.slots) for host in hosts if host.slots)
-    return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)

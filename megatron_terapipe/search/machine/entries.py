@@ -215,7 +215,10 @@ _RULES = {
 
 def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: str) -> str:
     way, value = error["loc"], error["input"]
-    within, name = _entry_at(kind, way[:-1]), str(way[-1]) if way else ""
+    within, name = kind, str(way[-1]) if way else ""
+    for step in way[:-1]:
+        if step in within.model_fields:
+            within = _entry_in(within.model_fields[str(step)].annotation) or within
     where, limits = place(file, path, *way), error.get("ctx", {})
     match error["type"]:
         case "missing":
@@ -243,14 +246,6 @@ def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: 
             return f"{file} holds {short(document)}, which is not an object of fields and values: write one"
     problem, remedy = _RULES.get(error["type"], (f"is wrong ({error['msg']})", "correct it"))
     return str(fault(where, value, problem, remedy))
-
-
-def _entry_at(kind: type[Entry], way: tuple[str | int, ...]) -> type[Entry]:
-    """Return the entry at the end of a path of fields, lists and objects."""
-    for step in way:
-        if step in kind.model_fields:
-            kind = _entry_in(kind.model_fields[str(step)].annotation) or kind
-    return kind
 
 
 def _entry_in(annotation: Any) -> type[Entry] | None:

@@ -5,13 +5,12 @@ a step = its ops + op_s x their number + optimizer_s_per_parameter x parameters 
 
 import os
 import time
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -88,7 +87,7 @@ def _measured_step(model: ModelConfig, precision: str, num_token_slices: int, bu
         engine, *_ = initialize(module, deepspeed_config(config, layout), optimizer=optimizer)
     outside: list[float] = []
     between: list[float] = []
-    batches = _batches(model)
+    batches = map(Batch.from_samples, repeat(torch.randint(model.vocab_size or 2, (1, model.seq_length + 1))))
     for step in range(WARM_UP_STEPS + STEPS):
         if len(outside) >= LEAST_STEPS and time.perf_counter() > ends:
             break
@@ -108,9 +107,3 @@ def _measured_step(model: ModelConfig, precision: str, num_token_slices: int, bu
         outside.append(seconds - busy - sum(gaps))
     parameters = sum(weight.numel() for weight in module.parameters())
     return _Step(parameters, median(outside), min(outside), max(median(between), 0.0))
-
-
-def _batches(model: ModelConfig) -> Iterator[Any]:
-    samples = torch.randint(model.vocab_size or 2, (1, model.seq_length + 1))
-    while True:
-        yield Batch.from_samples(samples)

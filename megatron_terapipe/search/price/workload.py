@@ -351,16 +351,18 @@ def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBAL
     )
 
 
-def _mlp_products(model: ModelConfig, width: int, first: Parallel, second: Parallel) -> tuple[Product, ...]:
+def _mlp_products(model: ModelConfig, width: int) -> tuple[Product, ...]:
     hidden = model.hidden_size
-    return Product(hidden, (1 + model.gated) * width, first), Product(width, hidden, second)
+    return Product(hidden, (1 + model.gated) * width, "column"), Product(width, hidden, "row")
 
 
 def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
     hidden, heads, head_size = model.hidden_size, model.num_attention_heads, model.kv_channels
     products: list[Product] = []
     attention = None
+    num_biases = biased_channels = 0
     if shape.num_key_value_heads:
+        of_heads = (heads + 2 * shape.num_key_value_heads) * head_size
         attention = Attention(
             heads,
             shape.num_key_value_heads,
@@ -370,17 +372,20 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
             normed=model.qk_norm != "none",
             written_out=model.attention_softcap is not None or model.attention_dropout > 0,
         )
-        products.append(Product(hidden, (heads + 2 * shape.num_key_value_heads) * head_size, "column"))
-        products.append(Product(heads * head_size, hidden, "row"))
+        products += Product(hidden, of_heads, "column"), Product(heads * head_size, hidden, "row")
+        num_biases += model.has_qkv_bias + model.has_projection_bias
+        biased_channels += model.has_qkv_bias * of_heads + model.has_projection_bias * hidden
     experts, width = None, flops.dense_width(shape)
     if width:
-        products += _mlp_products(model, width, "column", "row")
+        products += _mlp_products(model, width)
+        num_biases += 2 * model.has_mlp_bias
+        biased_channels += model.has_mlp_bias * ((1 + model.gated) * width + hidden)
     if shape.num_experts:
         experts = Experts(
             number=shape.num_experts,
             chosen=model.moe_router_topk,
             width=shape.ffn_hidden_size,
-            products=_mlp_products(model, shape.ffn_hidden_size, "column", "row"),
+            products=_mlp_products(model, shape.ffn_hidden_size),
             parameters=flops.expert_parameters(model, shape),
             dispatcher=model.moe_token_dispatcher_type,
             imbalance=imbalance,
@@ -404,19 +409,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         activation_width=width,
         gated=model.gated,
         normalization=model.normalization,
-        num_biases=bool(attention) * (model.has_qkv_bias + model.has_projection_bias)
-        + 2 * bool(width) * model.has_mlp_bias,
-        biased_channels=_biased_channels(model, shape),
+        num_biases=num_biases,
+        biased_channels=biased_channels,
         rotary_channels=(heads + shape.num_key_value_heads) * model.rotary_channels if rotated else 0,
     )
-
-
-def _biased_channels(model: ModelConfig, shape: BlockShape) -> int:
-    """Outputs of the products of a block that have a bias."""
-    channels = 0
-    if shape.num_key_value_heads:
-        heads = model.num_attention_heads + 2 * shape.num_key_value_heads
-        channels += model.has_qkv_bias * heads * model.kv_channels + model.has_projection_bias * model.hidden_size
-    if width := flops.dense_width(shape):
-        channels += model.has_mlp_bias * ((1 + model.gated) * width + model.hidden_size)
-    return channels
