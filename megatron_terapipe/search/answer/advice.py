@@ -26,7 +26,7 @@ from megatron_terapipe.search.answer.json_schema import (
     TooFullPart,
     UtilizationPart,
 )
-from megatron_terapipe.search.answer.sensitivity import CHANGE, check_utilization, sensitivity
+from megatron_terapipe.search.answer.sensitivity import FACTOR, check_utilization, sensitivity
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess, smallest_device_with
@@ -91,7 +91,7 @@ def advise(
     return AdvicePart.of(
         **found,
         fewer_devices=[fewer_devices_part(part, entry, winner, problem, training) for part, entry in parts],
-        sensitivity=sensitivity(result.contenders, pricing),
+        sensitivity=sensitivity(result.contenders, pricing, costs.calibration),
         utilization=check_utilization(winner, pricing.cost_model),
         interleaved_slices=None if interleaved is None else found_order_part(interleaved, winner),
         found_order=None if order is None else found_order_part(order, winner),
@@ -201,6 +201,7 @@ def advice_notes(advice: AdvicePart, problem: SearchProblem) -> list[str]:
         advice.too_full and _too_full(advice.too_full, problem),
         advice.utilization and _utilization(advice.utilization),
         advice.sensitivity and _sensitivity(advice.sensitivity),
+        advice.sensitivity and _network(advice.sensitivity),
         # A strategy that is only too full for the headroom fits the devices.
         None if advice.distance_to_fit is None or advice.too_full is not None else _shortage(advice.distance_to_fit),
     ]
@@ -289,22 +290,12 @@ def _utilization(check: UtilizationPart) -> str:
 
 
 def _sensitivity(found: SensitivityPart) -> str | None:
-    """Return the constant that decides the winner, in one line; None without other strategies."""
-    if found.num_contenders < 2 and not found.changes:
-        return None
-    tried = f"{found.num_constants} constants, {found.num_contenders} strategies"
+    """Return the constants that decide the winner, in one line; None where none does."""
     if not found.changes:
-        near = ""
-        if found.nearest is not None and found.nearest.strategy is not None:
-            near = f"; the first to change it is {_moved(found.nearest)}: {_strategy(found.nearest.strategy)}"
-        return f"no constant that is {CHANGE:.0%} off changes the winner ({tried}){near}"
+        return None
+    tried = f"{found.num_constants} constants, each moved by its uncertainty; {found.num_contenders} strategies"
     first, *others = found.changes
     other = None if first.strategy is None else _strategy(first.strategy)
-    if first.regret < WORTH_CHANGING and other is not None and not any(each.is_memory for each in others):
-        return (
-            f"no constant that is {CHANGE:.0%} off makes rank 1 more than {first.regret:.1%} slower than another "
-            f"strategy; with {_moved(first)} that is {other} ({tried})"
-        )
     if other is None:
         effect = "rank 1 does not fit the devices any more, and none of the others does"
     elif first.is_memory:
@@ -316,6 +307,33 @@ def _sensitivity(found: SensitivityPart) -> str | None:
         listed = ", ".join(f"{each.constant} {each.change:+.0%} ({each.regret:.1%})" for each in others[:3])
         more = f"; so do {listed}{', ...' if len(others) > 3 else ''}"
     return f"the winner depends on {_moved(first)}: {effect}{more} ({tried})"
+
+
+def _network(found: SensitivityPart) -> str | None:
+    """Return the bandwidths of network cards from which the winner changes; None where they are known."""
+    given = found.network_bandwidth
+    if given is None or found.num_contenders < 2:
+        return None
+    unknown = f"the network is not calibrated; {bandwidth_text(given)} a node are assumed"
+    lines = []
+    for each in found.network:
+        side, last = ("below", given / FACTOR) if each.bandwidth < given else ("above", given * FACTOR)
+        other = "" if each.strategy is None else _strategy(each.strategy)
+        lines.append(
+            f"{side} {bandwidth_text(each.bandwidth)} rank 1 is not the best: at {bandwidth_text(last)} {other} is "
+            f"{each.regret:.0%} faster"
+        )
+    if not lines:
+        lines = [
+            f"rank 1 stays the best of {found.num_contenders} strategies from a quarter of it to four times as much"
+        ]
+    return f"{unknown}: {'; '.join(lines)}"
+
+
+def bandwidth_text(bytes_per_s: float) -> str:
+    """Return a bandwidth of a network, in bits."""
+    gbits = 8e-9 * bytes_per_s
+    return f"{gbits:,.0f} Gbit/s" if gbits >= 10 else f"{gbits:.2g} Gbit/s"
 
 
 def _moved(other: OtherWinnerPart) -> str:

@@ -101,7 +101,7 @@ class OtherWinnerPart(Part):
 
     constant: str
     change: float
-    """By how much it is moved, as a share of it."""
+    """By how much it is moved, as a share of it: by its uncertainty."""
     strategy: StrategyObject | None
     """The better strategy then; null = none of those that were compared fits the devices then."""
     regret: float
@@ -110,13 +110,27 @@ class OtherWinnerPart(Part):
     """Whether it is a constant of the memory, with which the winner does not fit the devices."""
 
 
+class NetworkPart(Part):
+    """A bandwidth from which the winner changes."""
+
+    bandwidth: float
+    """Bytes per second of all network cards of a node, from which another strategy is more than 1 % faster."""
+    strategy: StrategyObject | None
+    """The fastest at the last bandwidth that was tried, a quarter of the given or four times as much."""
+    regret: float
+    """How much longer the winner takes there, as a share."""
+
+
 class SensitivityPart(Part):
     """The constants that decide the winner."""
 
     changes: list[OtherWinnerPart]
-    """Constants that change the winner if they are 10 % off, those with the largest regret first."""
-    nearest: OtherWinnerPart | None
-    """Where there are none, the constant with the smallest change that does; null = none within a factor of two."""
+    """Constants that change the winner by more than 1 %, those with the largest regret first."""
+    network: list[NetworkPart]
+    """Bandwidths of a node's network cards, at most one below and one above the given, that change it so."""
+    network_bandwidth: float | None
+    """The given bytes per second of a node; a quarter to four times of it were tried. Null = trials determine it, or
+    there is one node."""
     num_constants: int
     """Constants that were moved."""
     num_contenders: int

@@ -1,8 +1,10 @@
-"""Sensitivity of the winner to each constant of the cost model, and a check of its MFU against published ones.
+"""Sensitivity of the winner to the constants of the cost model, and a check of its MFU against published ones.
 
-The contenders are the best strategies of different layouts. Each constant is moved by 10 % both ways, and their times
-are priced in closed form; where another one comes first, both are simulated with the moved constant. With a measured
-profile its four factors are moved instead of the constants of the roofline.
+The contenders are the best strategies of different layouts. Each constant is moved both ways by its uncertainty: the
+standard deviation of its logarithm, after calibration or before (`Prior`). Times are priced in closed form; where
+another contender is more than 1 % faster, both are simulated with the moved constant. With a measured profile its four
+factors are moved instead. The bandwidth of network cards, of which a data sheet may be wrong by a factor, is moved as
+one where no trials on several nodes determine it.
 
 `check_utilization` compares the predicted MFU of the winner with the best published one of training dense GPT models,
 and finds the time at that one. All figures count whole attention, no recomputation, 16-bit products over the dense peak
@@ -12,6 +14,8 @@ count; those follow from the shapes of the run. Other generations have no publis
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
+from math import exp, expm1, log
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,52 +23,72 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.answer.figures import flops_utilization
-from megatron_terapipe.search.answer.json_schema import OtherWinnerPart, SensitivityPart, UtilizationPart
+from megatron_terapipe.search.answer.json_schema import NetworkPart, OtherWinnerPart, SensitivityPart, UtilizationPart
+from megatron_terapipe.search.learn.calibration import Calibration
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
 from megatron_terapipe.search.price.roofline import Roofline
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.ranked import NEARLY_AS_FAST, Ranked
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-CHANGE = 0.1  # by how much each constant is moved, as a share of it
-
-NEAR = 1.15
-"""Seconds of a contender, in those of the winner, above which no constant that is 10 % off makes it the winner: times
-are products of powers of the constants, with exponents between -1 and 1."""
-
-NEARLY = 0.002  # least share of the time that another winner must save
-FARTHEST = 1.0  # largest change of a constant, as a share of it, that is looked for
 HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is moved to at most
 
+NETWORK = ("network_efficiency", "transfer_network_efficiency")
+"""Constants that are moved as one for the bandwidth of network cards."""
 
-def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> SensitivityPart:
-    """Return the constants that make another contender better than the first if they are 10 % off."""
+FACTOR = 4.0
+"""By how much the bandwidth of a node may differ from that of a data sheet, either way: nodes with one card in place of
+eight, cards at a quarter of the rate, networks that are shared."""
+
+STEPS = 24  # bandwidths that are tried either way
+
+
+def sensitivity(contenders: Sequence[Ranked], pricing: Pricing, calibration: Calibration) -> SensitivityPart:
+    """Return the constants that, moved by their uncertainty, make another contender better than the first."""
     model = pricing.cost_model
-    near = [entry for entry in contenders if entry.iteration_time_s <= NEAR * contenders[0].iteration_time_s]
-    simulated = np.array([entry.iteration_time_s for entry in near])
-    if isinstance(model.op_times, Roofline):
-        moves = list(moves_of(model.efficiency))
-        batches = StrategyBatches([model] * len(near), [entry.strategy for entry in near])
-        ratio = simulated / batches.times(model.efficiency)
-        times = batches.times_with([constants for _, _, constants in moves]) * ratio
-    else:
-        moves = list(moves_of(ProfileFactors()))
-        models = [with_constants(model, constants) for _, _, constants in moves]
-        times = np.array([[each.predict_time(entry.strategy).iteration_time_s for entry in near] for each in models])
-    changes = _changes(near, moves, times, model)
-    overheads = [move for move in moves_of(pricing.memory_model.overheads) if move[1] > 0]
-    changes += _memory_changes(contenders, overheads, pricing)
+    constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
+    widths = widths_of(constants, calibration)
+    bandwidths: list[float] = []
+    if isinstance(constants, HardwareEfficiency) and len(model.cluster.nodes) > 1 and not calibration.knows_network:
+        widths = {name: width for name, width in widths.items() if name not in NETWORK}
+        bandwidths = np.log(np.geomspace(1, FACTOR, STEPS)[1:]).tolist()
+    moves = list(moves_of(constants, widths))
+    slower, faster = ([moved(constants, NETWORK, sign * each) for each in bandwidths] for sign in (-1, 1))
+    times = _times(contenders, model, [constants for _, _, constants in moves] + slower + faster)
+    found = [_change(contenders, model, *each) for each in zip(moves, times, strict=False)]
+    overheads = pricing.memory_model.overheads
+    memory = [move for move in moves_of(overheads, widths_of(overheads, calibration)) if move[1] > 0]
+    found += _memory_changes(contenders, memory, pricing)
+    given = min(node.network.bandwidth * node.num_network_cards for node in model.cluster.nodes)
+    network = []
+    for sign, some, row in zip((-1, 1), (slower, faster), np.split(times[len(moves) :], 2), strict=True):
+        decided = np.flatnonzero(row.min(axis=1) < row[:, 0] / (1 + NEARLY_AS_FAST))
+        if len(decided) and (other := _change(contenders, model, ("", 0.0, some[-1]), row[-1])) is not None:
+            at = given * exp(sign * bandwidths[decided[0]])
+            network.append(NetworkPart(bandwidth=at, strategy=other.strategy, regret=other.regret))
     return SensitivityPart(
-        changes=sorted(changes, key=lambda each: -each.regret),
-        nearest=None if changes else _nearest(near, moves, np.log(times / simulated)),
-        num_constants=len({name for name, _, _ in moves}) + len(overheads),
+        changes=sorted(filter(None, found), key=lambda each: -each.regret),
+        network=network,
+        network_bandwidth=given if bandwidths else None,
+        num_constants=len({name for name, _, _ in moves}) + len(memory),
         num_contenders=len(contenders),
     )
+
+
+def widths_of(constants: Any, calibration: Calibration) -> dict[str, float]:
+    """Return the standard deviation of the logarithm of each constant: that of the calibration, else of its prior."""
+    prior, intervals = Prior.of(constants), calibration.intervals
+    found = dict(zip(prior.names, prior.widths.tolist(), strict=True))
+    fitted = zip(intervals.parameter_names, np.sqrt(np.diag(intervals.covariance)).tolist(), strict=True)
+    found |= {name: width for name, width in fitted if name in found}
+    if isinstance(constants, MemoryOverheads) and calibration.num_memory_trials:
+        found = {name: min(width, calibration.memory_sd) for name, width in found.items()}
+    return found
 
 
 def with_constants(model: CostModel, constants: HardwareEfficiency | ProfileFactors) -> CostModel:
@@ -72,103 +96,74 @@ def with_constants(model: CostModel, constants: HardwareEfficiency | ProfileFact
     return model.with_factors(constants) if isinstance(constants, ProfileFactors) else model.with_efficiency(constants)
 
 
-Move = tuple[str, float, Any]  # name of a constant, the change as a share of it, and all constants with this change
+Move = tuple[str, float, Any]  # name of a constant, the change of its logarithm, and all constants with this change
 
 
-def moves_of(constants: Any) -> Iterator[Move]:
-    """Yield the constants with one of them moved; shares stay shares, and zeros stay zero.
-
-    A row of factors moves as one.
-    """
+def moves_of(constants: Any, widths: Mapping[str, float]) -> Iterator[Move]:
+    """Yield the constants with one of them moved by its width; shares stay shares. A row of factors moves as one."""
     for each in fields(constants):
         value = getattr(constants, each.name)
-        row = [f"{each.name}[{index}]" for index in range(len(value))] if isinstance(value, tuple) else None
-        if each.name == "usable_share" or (row is None and value <= 0):
-            continue
-        for change in (CHANGE, -CHANGE):
-            if row is None:
-                change = min(change, max(_highest(constants, each.name) / value - 1, 0.0))
-            if change:
-                yield each.name, change, moved(constants, row or [each.name], float(np.log1p(change)))
+        names = [name for name in widths if name.partition("[")[0] == each.name]
+        for sign in (1, -1) if names else ():
+            logarithm = sign * widths[names[0]]
+            if not isinstance(value, tuple):
+                logarithm = min(logarithm, log(HIGHEST * each.metadata["most"] / value))
+            if sign * logarithm > 0:
+                yield each.name, logarithm, moved(constants, names, logarithm)
 
 
-def _highest(constants: Any, name: str) -> float:
-    """Return the limit of a constant: a share stays a share."""
-    limits = {each.name: each.metadata.get("most", np.inf) for each in fields(constants)}
-    return HIGHEST * float(limits[name])
+def _times(contenders: Sequence[Ranked], model: CostModel, constants: Sequence[Any]) -> Floats:
+    """[m, n] seconds of n contenders with each of m sets of constants, about."""
+    strategies = [entry.strategy for entry in contenders]
+    if not isinstance(model.op_times, Roofline):
+        models = [with_constants(model, each) for each in constants]
+        return np.array([[each.predict_time(one).iteration_time_s for one in strategies] for each in models])
+    found = StrategyBatches([model] * len(strategies), strategies).times_with([model.efficiency, *constants])
+    simulated = [entry.iteration_time_s for entry in contenders]
+    return np.asarray(found[1:] * (simulated / found[0]))
 
 
-def _changes(
-    contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats, model: CostModel
-) -> list[OtherWinnerPart]:
-    """Return the constants with which another strategy is faster than the first; `times`: [m, n] seconds, about."""
-    found = []
-    for (name, change, constants), row in zip(moves, times, strict=True):
-        best = int(np.argmin(row))
-        if row[best] >= row[0] * (1 - NEARLY / 2):
-            continue
-        then, other = with_constants(model, constants), contenders[best].strategy
-        winner_s, best_s = (then.predict_time(one).iteration_time_s for one in (contenders[0].strategy, other))
-        if best_s < winner_s * (1 - NEARLY):
-            found.append(_other(name, change, other, winner_s / best_s - 1))
-    return found
-
-
-def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) -> OtherWinnerPart | None:
-    """Return the smallest change of a constant with which another contender wins, about.
-
-    Args:
-        logs: [m, n] change of the logarithms of the times by each move.
-    """
-    # Up to this gap the two are equally fast, which is no other winner.
-    gaps = np.log(
-        np.array([entry.iteration_time_s for entry in contenders]) / contenders[0].iteration_time_s
-    ) - np.log1p(-NEARLY)
-    best, found = np.log1p(FARTHEST), None
-    for (name, change, constants), row in zip(moves, logs, strict=True):
-        step = np.log1p(change)
-        gained = row[0] - row
-        for index in range(1, len(contenders)):
-            if gained[index] <= 0 or (needed := abs(step) * gaps[index] / gained[index]) >= best:
-                continue
-            farther = float(np.exp(np.sign(step) * (needed - abs(step))))
-            if np.max(getattr(constants, name)) * farther <= _highest(constants, name):
-                best, found = needed, (name, float(np.expm1(np.sign(step) * needed)), contenders[index].strategy)
-    if found is None:
+def _change(contenders: Sequence[Ranked], model: CostModel, move: Move, times: Floats) -> OtherWinnerPart | None:
+    """Return the strategy that is more than 1 % faster than the first with other constants; `times`: [n], about."""
+    name, logarithm, constants = move
+    best = int(np.argmin(times))
+    if times[best] >= times[0] / (1 + NEARLY_AS_FAST):
         return None
-    return _other(*found, regret=0.0)
+    then, other = with_constants(model, constants), contenders[best].strategy
+    winner_s, best_s = (then.predict_time(one).iteration_time_s for one in (contenders[0].strategy, other))
+    regret = winner_s / best_s - 1
+    return _other(name, logarithm, other, regret) if regret > NEARLY_AS_FAST else None
 
 
 def _other(
-    name: str, change: float, strategy: Strategy | None, regret: float, *, is_memory: bool = False
+    name: str, logarithm: float, strategy: Strategy | None, regret: float, *, is_memory: bool = False
 ) -> OtherWinnerPart:
     found = None if strategy is None else strategy.to_json()
-    return OtherWinnerPart(constant=name, change=change, strategy=found, regret=regret, is_memory=is_memory)
+    return OtherWinnerPart(constant=name, change=expm1(logarithm), strategy=found, regret=regret, is_memory=is_memory)
 
 
 def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing: Pricing) -> list[OtherWinnerPart]:
     """Return the constants of the memory with which the winner needs more than the devices have."""
-    counted = [
-        (
-            pricing.memory_model.count(entry.strategy, copies=pricing.host_copies(entry.strategy)),
-            pricing.cost_model.groups(entry.strategy).smallest,
-        )
-        for entry in contenders
-    ]
+
+    @cache
+    def counted(index: int) -> tuple[Any, ...]:
+        strategy = contenders[index].strategy
+        counts = pricing.memory_model.count(strategy, copies=pricing.host_copies(strategy))
+        return tuple(zip(counts, pricing.cost_model.groups(strategy).smallest, strict=True))
 
     def fits(index: int, overheads: MemoryOverheads) -> bool:
         return all(
             float(total_bytes(rank, overheads)) <= overheads.usable_share * device.memory_bytes
-            for rank, device in zip(*counted[index], strict=True)
+            for rank, device in counted(index)
         )
 
     found = []
-    for name, change, overheads in moves:
+    for name, logarithm, overheads in moves:
         if fits(0, overheads):
             continue
         other = next((entry for index, entry in enumerate(contenders) if fits(index, overheads)), None)
         regret = 0.0 if other is None else other.iteration_time_s / contenders[0].iteration_time_s - 1
-        found.append(_other(name, change, None if other is None else other.strategy, regret, is_memory=True))
+        found.append(_other(name, logarithm, None if other is None else other.strategy, regret, is_memory=True))
     return found
 
 

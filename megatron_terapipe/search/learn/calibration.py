@@ -310,6 +310,11 @@ class Calibration:
     notes: tuple[str, ...] = ()
     """Trials that were left out, and constants that are not used, a line for each reason."""
 
+    @property
+    def knows_network(self) -> bool:
+        """Whether trials on several nodes determine the bandwidth between nodes."""
+        return self.efficiency is not None and self.several_nodes is not False
+
     @classmethod
     def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial] | None, **found: Any) -> "Calibration":
         """Return the calibration of time in `found`, with one of memory; `memory_trials`: None = the same trials."""

@@ -17,6 +17,7 @@ from megatron_terapipe.search.answer.figures import flops_utilization
 from megatron_terapipe.search.answer.json_schema import (
     AdvicePart,
     FewerDevicesPart,
+    NetworkPart,
     OtherWinnerPart,
     RemedyPart,
     RivalPart,
@@ -81,8 +82,12 @@ def full(could_save: float) -> TooFullPart:
     return TooFullPart(strategy=PLAIN.to_json(), iteration_time_s=1.0, left_free=0.0217, could_save=could_save)
 
 
-def decided(*changes: OtherWinnerPart, nearest: OtherWinnerPart | None = None, contenders: int = 6) -> SensitivityPart:
-    return SensitivityPart(changes=list(changes), nearest=nearest, num_constants=25, num_contenders=contenders)
+def decided(
+    *changes: OtherWinnerPart, given: float | None = None, network: tuple[NetworkPart, ...] = ()
+) -> SensitivityPart:
+    return SensitivityPart(
+        changes=list(changes), network=list(network), network_bandwidth=given, num_constants=25, num_contenders=6
+    )
 
 
 def other(constant: str, change: float, regret: float, *, is_memory: bool = False) -> OtherWinnerPart:
@@ -91,6 +96,7 @@ def other(constant: str, change: float, regret: float, *, is_memory: bool = Fals
     )
 
 
+SLOWER = NetworkPart(bandwidth=12e9, strategy=PLAIN.to_json(), regret=0.03)
 NETWORK = other("network_efficiency", -0.1, 0.02)
 
 
@@ -109,14 +115,14 @@ NETWORK = other("network_efficiency", -0.1, 0.02)
                 "takes 2.0% longer; so do activation_factor +10% (1.0%)",
             ),
         ),
+        ({"sensitivity": decided()}, ()),
         (
-            {"sensitivity": decided(other("network_efficiency", -0.1, 0.004))},
-            ("no constant that is 10% off makes rank 1 more than 0.4% slower than another strategy",),
+            {"sensitivity": decided(given=25e9)},
+            ("200 Gbit/s a node are assumed: rank 1 stays the best of 6 strategies from a quarter of it",),
         ),
-        ({"sensitivity": decided(contenders=1)}, ()),
         (
-            {"sensitivity": decided(nearest=other("network_efficiency", 0.3, 0.0))},
-            ("no constant that is 10% off changes the winner (25 constants, 6 strategies)", "30% higher"),
+            {"sensitivity": decided(given=25e9, network=(SLOWER,))},
+            ("below 96 Gbit/s rank 1 is not the best: at 50 Gbit/s dp 4", "is 3% faster"),
         ),
     ],
 )
