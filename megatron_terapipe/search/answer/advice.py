@@ -314,7 +314,7 @@ def _network(found: SensitivityPart) -> str | None:
     given = found.network_bandwidth
     if given is None or found.num_contenders < 2:
         return None
-    unknown = f"the network is not calibrated; {bandwidth_text(given)} a node are assumed"
+    unknown = f"the network is not calibrated; {bandwidth_text(given)} a node are taken"
     lines = []
     for each in found.network:
         side, last = ("below", given / FACTOR) if each.bandwidth < given else ("above", given * FACTOR)

@@ -39,7 +39,7 @@ SHARED = tuple(each.name for each in DIMENSIONS if not each.axis)
 Partition = str | tuple[int, ...]
 
 Row = tuple[ParallelLayout, int | None]
-"""What the strategies of a row of a ranking share: their layout, and the ranks that divide states."""
+"""Row of a ranking: the layout of its strategies, and the ranks that divide states."""
 
 
 @dataclass(frozen=True, kw_only=True)

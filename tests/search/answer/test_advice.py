@@ -118,7 +118,7 @@ NETWORK = other("network_efficiency", -0.1, 0.02)
         ({"sensitivity": decided()}, ()),
         (
             {"sensitivity": decided(given=25e9)},
-            ("200 Gbit/s a node are assumed: rank 1 stays the best of 6 strategies from a quarter of it",),
+            ("200 Gbit/s a node are taken: rank 1 stays the best of 6 strategies from a quarter of it",),
         ),
         (
             {"sensitivity": decided(given=25e9, network=(SLOWER,))},
