@@ -220,7 +220,7 @@ def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str |
 
     if not found:
         return None
-    best, title = min(found, key=lambda part: part.time_ratio), "FEWER DEVICES ARE FASTER"
+    best, title, remedy = min(found, key=lambda part: part.time_ratio), "FEWER DEVICES ARE FASTER", ""
     if best.time_ratio > 1 - WORTH_SAYING:
         best = min(found, key=cost)
         if min(best.cost_ratio, cost(best)) > 1 - CHEAPER:
@@ -228,6 +228,7 @@ def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str |
         # Devices of other kinds have other prices.
         is_cheaper = cost(best) <= 1 - CHEAPER and (best.price_ratio is not None or cluster.is_uniform)
         title = f"fewer devices {'are cheaper' if is_cheaper else 'take fewer device hours'}"
+        remedy = "" if is_cheaper or best.price_ratio is not None else "--price to compare prices, or "
     hours = {name: ratio for name, ratio in best.device_hours_ratio.items() if ratio}
     without = " and ".join(sorted(best.device_hours_ratio.keys() - hours))
     kinds = " and ".join(f"{ratio:.2f} times those of {name}" for name, ratio in hours.items())
@@ -238,7 +239,7 @@ def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str |
         f"all, for {1 - best.cost_ratio:.0%} fewer device hours a token"
         f"{f', {kinds}' if len(best.device_hours_ratio) > 1 else ''}"
         f"{'' if best.price_ratio is None else f', at {best.price_ratio:.2f} times the price'}: "
-        f"add --devices-at-most {best.num_devices} to rank them"
+        f"add {remedy}--devices-at-most {best.num_devices} to rank them"
     )
 
 

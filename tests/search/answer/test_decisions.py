@@ -154,7 +154,11 @@ def test_table_and_page_have_what_was_asked(training: Training, columns: str) ->
     ("time_ratio", "price_ratio", "said"),
     [
         (1.1, None, "fewer devices take fewer device hours: on 2 of the 4 devices, without the nodes of slow, "),
-        (1.1, None, "for 45% fewer device hours a token, 1.10 times those of fast: add"),
+        (
+            1.1,
+            None,
+            "for 45% fewer device hours a token, 1.10 times those of fast: add --price to compare prices, or --devices",
+        ),
         (1.1, 0.97, "fewer devices take fewer device hours: "),
         (1.1, 0.97, ", at 0.97 times the price: add --devices-at-most 2 to rank them"),
         (1.1, 0.8, "fewer devices are cheaper: "),
