@@ -5,7 +5,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag, write_json
@@ -78,8 +77,6 @@ def run(options: argparse.Namespace) -> int:
     if ignored:
         print(f"note: fields without a meaning here are left out: {', '.join(ignored)}", file=sys.stderr)
     folds = folds_of(trials, options.folds, options.leave_out)
-    if options.leave_out and not calibrating:
-        _note_equal_trials(trials, folds, options.leave_out)
     predicted = _predicted(options, trials, calibrating, folds)
     for note in dict.fromkeys(note for one in predicted for note in one.calibration.notes):
         print(f"note: {note}", file=sys.stderr)
@@ -154,13 +151,3 @@ def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int
 
     seen = {key(one) for one in calibrating}
     return sum(key(one) in seen for one in trials)
-
-
-def _note_equal_trials(trials: "Sequence[Trial]", folds: "Sequence[Hashable] | None", what: str) -> None:
-    """Print which files have no trials that the others could be predicted from."""
-    values: dict[str, set[Hashable]] = {}
-    for one, value in zip(trials, folds or (), strict=True):
-        values.setdefault(Path(one.path).name, set()).add(value)
-    alike = sorted(name for name, found in values.items() if len(found) == 1)
-    if alike:
-        print(f"note: all trials of {', '.join(alike)} agree in {what}: nothing is calibrated there", file=sys.stderr)

@@ -21,8 +21,8 @@ run without a recorded peak.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, exp, hypot, sqrt
-from typing import Any, NamedTuple
+from math import ceil, hypot, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,12 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.fit import (
     LARGE,
     NOISE,
+    FittedEfficiency,
     GroupEffects,
-    Kind,
     Sample,
     fit_constants,
     fit_efficiency,
+    kind_of,
     residual_sd_of,
     weights_of,
 )
@@ -63,7 +64,9 @@ USUAL_RESIDUAL_SD = 0.05
 published trials of several clusters."""
 
 USUAL_GROUPS = 4  # groups that it weighs as much as: trials of few groups may agree with a fit by chance
-JUDGED_GROUPS = 8  # groups from which on their errors, each by a fit without it, decide whether the fit is used
+SURE = (
+    2.0  # standard errors by which groups must be predicted worse, each by a fit without it, for a fit to be left out
+)
 NORMAL = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 PRIOR_GROUPS = 2
@@ -102,11 +105,6 @@ class Intervals:
                 covariance[index], covariance[:, index] = 0.0, 0.0
                 covariance[index, index] = variance
         return replace(self, covariance=covariance)
-
-    def interval_s(self, time_s: float, slopes: Floats) -> tuple[float, float]:
-        """Shortest and longest seconds of one strategy with slopes [p]."""
-        factor = exp(float(self.half_width(slopes[None, :])[0]))
-        return time_s / factor, time_s * factor
 
 
 def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
@@ -246,34 +244,16 @@ INSIDE = ("inside_efficiency", "transfer_inside_efficiency", "reductions")
 ALIKE = 1.1  # ratio of two bandwidths up to which constants of one link hold for the other
 
 
-class Links(NamedTuple):
-    """Links of a kind of node, by the data sheet: bytes per second of one direction."""
-
-    inside: float | None
-    """None = a node has one device."""
-    network: float | None
-    """Of one card; None = there is one node."""
-    cards: int
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> "frozenset[Links]":
-        """Return those of a cluster."""
-        several = len(cluster.nodes) > 1
-        return frozenset(
-            cls(
-                node.inside.bandwidth if node.num_devices > 1 else None,
-                node.network.bandwidth if several else None,
-                node.num_network_cards if several else 1,
-            )
-            for node in cluster.nodes
-        )
-
-
-def _bandwidths(links: Iterable[Links], inside: bool) -> dict[tuple[float, int], str]:
-    """Bandwidth and number of cards of links inside nodes, or of those between nodes, and their description."""
-    found = {(each.inside, 1) if inside else (each.network, each.cards) for each in links}
-    named = [(bandwidth, cards) for bandwidth, cards in found if bandwidth]
-    return {each: f"{each[1]} x {each[0] / 1e9:.3g} GB/s".removeprefix("1 x ") for each in sorted(named)}
+def bandwidths(clusters: Iterable[Cluster]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Bytes per second inside nodes with several devices, and of all cards of a node that is one of several."""
+    found: tuple[set[float], set[float]] = (set(), set())
+    for cluster in clusters:
+        for node in cluster.nodes:
+            if node.num_devices > 1:
+                found[0].add(node.inside.bandwidth)
+            if len(cluster.nodes) > 1:
+                found[1].add(node.num_network_cards * node.network.bandwidth)
+    return tuple(sorted(found[0])), tuple(sorted(found[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,14 +274,15 @@ class Calibration:
     """On a measured profile; None = trials were priced without one."""
     memory_overheads: MemoryOverheads | None = None
     """Of memory; None = the defaults of the devices."""
-    links: tuple[Links, ...] | None = None
-    """Of the clusters of the trials; None = not recorded."""
+    inside_bandwidths: tuple[float, ...] | None = None
+    network_bandwidths: tuple[float, ...] | None = None
+    """As `bandwidths` has them of the clusters of the trials; None = not recorded."""
     intervals: Intervals
     """Of strategies of the kinds that trials are of; of all, without `other_kinds`."""
     other_kinds: Intervals | None = None
     """Of strategies of other kinds."""
-    kinds: tuple[Kind, ...] = ()
-    """Kinds of the trials with a time."""
+    kinds: tuple[str, ...] = ()
+    """`kind_of` the trials with a time."""
     memory_sd: float = 0.12
     """Standard deviation of log(measured / predicted) peaks."""
     num_trials: int = 0
@@ -320,6 +301,7 @@ class Calibration:
         """Return the calibration of time in `found`, with one of memory; `memory_trials`: None = the same trials."""
         overheads, memory_sd, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
         spreads = {len(one.cluster.nodes) > 1 for one in trials}
+        inside, network = bandwidths(one.cluster for one in trials)
         return cls(
             interleaves_token_slices=any(
                 one.strategy.num_model_chunks > 1 < one.strategy.num_token_slices for one in trials
@@ -327,7 +309,8 @@ class Calibration:
             several_nodes=spreads.pop() if len(spreads) == 1 else None,
             source=", ".join(sorted({one.source for one in trials})),
             device=", ".join(sorted({one.device for one in trials})),
-            links=tuple(sorted(frozenset[Links]().union(*(Links.of(one.cluster) for one in trials)), key=str)),
+            inside_bandwidths=inside,
+            network_bandwidths=network,
             memory_overheads=overheads,
             memory_sd=memory_sd,
             num_memory_trials=num_memory_trials,
@@ -338,20 +321,22 @@ class Calibration:
         """Return this calibration on a cluster: constants of links that the trials did not run on are the defaults."""
         if self.efficiency is None:
             return self
-        if self.links is None:
-            note = "does not name the links of its trials, which may not be this cluster's: calibrate again to add them"
-            return replace(self, notes=(*self.notes, note))
         found, efficiency, defaults = self, self.efficiency, HardwareEfficiency()
-        for where, names in (("inside a node", INSIDE), ("of the network", NETWORK)):
-            known, wanted = (_bandwidths(each, names is INSIDE) for each in (self.links, Links.of(cluster)))
-            if not known or all(
-                any(cards == others and max(rate / other, other / rate) <= ALIKE for other, others in known)
-                for rate, cards in wanted
-            ):
+        inside, network = bandwidths([cluster])
+        for where, names, trials, wanted in (
+            ("inside nodes", INSIDE, self.inside_bandwidths, inside),
+            ("of nodes to the network", NETWORK, self.network_bandwidths, network),
+        ):
+            if trials == () or all(any(1 / ALIKE <= one / rate <= ALIKE for one in trials or ()) for rate in wanted):
                 continue
+            if trials is None:
+                note = f"the links {where} that the trials ran on are not recorded: calibrate again to compare them"
+                found = replace(found, notes=(*found.notes, note))
+                continue
+            had, has = (" and ".join(f"{rate / 1e9:.3g} GB/s" for rate in rates) for rates in (trials, wanted))
             note = (
-                f"the trials had links {where} of {', '.join(known.values())}, and this cluster has "
-                f"{', '.join(wanted.values())}: constants of these links are the defaults, and intervals are wider"
+                f"the trials ran on {had} {where}, and this cluster has {has}: constants of these links are the "
+                "defaults, and intervals are wider"
             )
             efficiency = replace(efficiency, **{name: getattr(defaults, name) for name in names})
             found = replace(
@@ -367,12 +352,13 @@ class Calibration:
         self, model: CostModel, strategies: Sequence[Strategy], times_s: Sequence[float]
     ) -> list[tuple[float, float]]:
         """Shortest and longest seconds of each strategy."""
-        found = []
-        for strategy, time_s, slopes in zip(strategies, times_s, self.slopes(model, strategies), strict=True):
-            is_known = Kind.of(model.workload, strategy) in self.kinds
-            intervals = self.intervals if is_known else self.other_kinds or self.intervals
-            found.append(intervals.interval_s(time_s, slopes))
-        return found
+        slopes = self.slopes(model, strategies)
+        known = [kind_of(model.workload, strategy) in self.kinds for strategy in strategies]
+        widths = (each.half_width(slopes) for each in (self.intervals, self.other_kinds or self.intervals))
+        return [
+            (time_s / factor, time_s * factor)
+            for time_s, factor in zip(times_s, np.exp(np.where(known, *widths)).tolist(), strict=True)
+        ]
 
     def slopes(self, model: CostModel, strategies: Sequence[Strategy]) -> Floats:
         """[n, p] slopes of the logarithm of each time in that of each constant, as `intervals` counts them."""
@@ -413,43 +399,33 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
     """
     sample = Sample(trials)
     fitted, seen = fit_efficiency(sample), ~sample.cut_off
-    if not seen.any():
-        return Calibration.of(
-            trials, memory_trials, efficiency=fitted.efficiency, intervals=uncalibrated(), num_trials=len(sample)
-        )
-    efficiency, prior = fitted.efficiency, Prior.of(HardwareEfficiency())
+    found: dict[str, Any] = {"efficiency": fitted.efficiency, "intervals": uncalibrated()}
+    if seen.any():
+        found = _judged(sample, fitted, seen)
+    return Calibration.of(trials, memory_trials, num_trials=len(sample), **found)
+
+
+def _judged(sample: Sample, fitted: FittedEfficiency, seen: NDArray[np.bool_]) -> dict[str, Any]:
+    """Return constants and their intervals; defaults and a note where fits without a group predict it worse."""
+    efficiency, prior, groups = fitted.efficiency, Prior.of(HardwareEfficiency()), fitted.groups.some(seen)
     errors = sample.errors(sample.batches.times(efficiency) * sample.simulated_ratio(efficiency))[seen]
-    slopes, groups = sample.batches.slopes(efficiency, prior.names)[seen], fitted.groups.some(seen)
+    slopes = sample.batches.slopes(efficiency, prior.names)[seen]
     variances = max(fitted.residual_sd, NOISE) ** 2 / weights_of(errors / NOISE, LARGE)
     unseen_errors, _ = groups.unseen(errors, slopes, variances, prior.widths)
-    after, before = (groups.mean(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
-    if len(groups) >= JUDGED_GROUPS and after > hypot(before, NOISE):
+    after, before = (groups.means(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
+    if len(groups) >= USUAL_GROUPS and np.mean(after - before) > SURE * np.std(after - before) / sqrt(len(groups)):
+        first, means = sample.trials[0], [f"{100 * each.mean():.1f}%" for each in (after, before)]
         note = (
-            f"{len(sample)} trials of {sample.trials[0].source or sample.trials[0].path} do not make predictions of "
-            f"each other better (mean error of groups {100 * after:.1f}% with constants of the other groups, "
-            f"{100 * before:.1f}% with the defaults), so times keep the defaults: more trials would help"
+            f"constants fitted to {len(sample)} trials of {first.source or first.path} are not used: fits without a "
+            f"group predict it worse than the defaults (mean error {means[0]}, not {means[1]})"
         )
-        return Calibration.of(
-            trials,
-            memory_trials,
-            intervals=no_calibration(trials[0].cluster).intervals,
-            notes=(note,),
-            num_trials=len(sample),
-        )
+        return {"intervals": no_calibration(first.cluster).intervals, "notes": (note,)}
     intervals, other_kinds = (
         conformal(errors, slopes, each, prior=prior, residual_sd=fitted.residual_sd)
         for each in (groups, fitted.kinds.some(seen))
     )
-    kinds = {Kind.of(one.workload, one.strategy) for one, used in zip(sample.trials, seen, strict=True) if used}
-    return Calibration.of(
-        trials,
-        memory_trials,
-        efficiency=efficiency,
-        intervals=intervals,
-        other_kinds=other_kinds,
-        kinds=tuple(sorted(kinds)),
-        num_trials=len(sample),
-    )
+    kinds = sorted({kind_of(one.workload, one.strategy) for one in sample.trials})
+    return {"efficiency": efficiency, "intervals": intervals, "other_kinds": other_kinds, "kinds": tuple(kinds)}
 
 
 FACTORS = Prior.of(ProfileFactors())  # factors on a profile that are fitted, around 1

@@ -34,17 +34,14 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.calibration import (
     Calibration,
     Intervals,
-    Links,
     calibrate,
     calibrate_on_profile,
     no_calibration,
 )
-from megatron_terapipe.search.learn.fit import Kind
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.documents import read_document
 from megatron_terapipe.search.machine.entries import (
-    Count,
     CountOrNone,
     Entry,
     NotNegative,
@@ -119,6 +116,7 @@ class Calibrations:
 
 
 FORMAT, VERSION = "terapipe calibration", 2
+LISTS = ("kinds", "inside_bandwidths", "network_bandwidths", "notes")
 
 
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
@@ -126,9 +124,7 @@ def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     entries = [
         {
             **{name: getattr(one, name) for name in ("source", "device", "several_nodes", "interleaves_token_slices")},
-            **{name: getattr(one, name) for name in ("num_trials", "num_memory_trials", "notes")},
-            "links": None if one.links is None else [each._asdict() for each in one.links],
-            "kinds": [each._asdict() for each in one.kinds],
+            **{name: getattr(one, name) for name in ("num_trials", "num_memory_trials", *LISTS)},
             "physics": asdict(one.efficiency or HardwareEfficiency()),
             "memory_physics": None if one.memory_overheads is None else asdict(one.memory_overheads),
             "memory_sd": one.memory_sd,
@@ -175,21 +171,6 @@ class IntervalsEntry(Entry):
         return self
 
 
-class KindEntry(Entry):
-    """Strategies that run the same kernels."""
-
-    hidden_size: Count
-    recompute: Text
-
-
-class LinksEntry(Entry):
-    """Links of a kind of node, by the data sheet: bytes per second of one direction."""
-
-    inside: Positive | None = None
-    network: Positive | None = None
-    cards: Count
-
-
 class CalibrationEntry(Entry):
     """Constants of one cluster."""
 
@@ -204,8 +185,9 @@ class CalibrationEntry(Entry):
     memory_sd: NotNegative
     intervals: IntervalsEntry
     other_kinds: IntervalsEntry | None = None
-    kinds: list[KindEntry] = Field(default_factory=list)
-    links: list[LinksEntry] | None = None
+    kinds: list[str] = Field(default_factory=list)
+    inside_bandwidths: list[Positive] | None = None
+    network_bandwidths: list[Positive] | None = None
     notes: list[str] = Field(default_factory=list)
 
 
@@ -224,9 +206,7 @@ def read_calibrations(path: str) -> list[Calibration]:
         values = one.model_dump()
         physics, memory = values.pop("physics"), values.pop("memory_physics")
         physics = {name: tuple(value) if isinstance(value, list) else value for name, value in physics.items()}
-        links, kinds = values.pop("links"), [Kind(**each) for each in values.pop("kinds")]
-        values |= {"notes": tuple(values["notes"]), "kinds": tuple(kinds)}
-        values["links"] = None if links is None else tuple(Links(**each) for each in links)
+        values |= {name: None if values[name] is None else tuple(values[name]) for name in LISTS}
         for name in ("intervals", "other_kinds"):
             each = values[name]
             values[name] = each and Intervals(

@@ -98,9 +98,9 @@ class GroupEffects:
         for rows in self._rows:
             yield rows, np.diag(variances[rows]) + self.offset**2 + shifted[rows] @ shifted[rows].T
 
-    def mean(self, values: Floats) -> float:
-        """Mean over groups of the mean of the values [n] of each."""
-        return float(np.mean([values[rows].mean() for rows in self._rows]))
+    def means(self, values: Floats) -> Floats:
+        """[groups] means of values [n]."""
+        return np.array([values[rows].mean() for rows in self._rows])
 
     def covariance(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
         """[p, p] of the logarithms of the constants of a group without trials."""
@@ -297,16 +297,9 @@ def residual_sd_of(
     return float(np.sqrt(np.sum(counted**2) / max(len(errors) - determined, 1.0)))
 
 
-class Kind(NamedTuple):
-    """Strategies that run the same kernels."""
-
-    hidden_size: int
-    recompute: str
-
-    @classmethod
-    def of(cls, workload: Workload, strategy: Strategy) -> "Kind":
-        """Return the kind of a strategy of a model."""
-        return cls(max(layer.hidden_size for layer in workload.layers), strategy.recompute)
+def kind_of(workload: Workload, strategy: Strategy) -> str:
+    """Return the kind of a strategy of a model: those of one kind run the same kernels."""
+    return f"hidden size {max(layer.hidden_size for layer in workload.layers)}, recompute {strategy.recompute}"
 
 
 class FittedEfficiency(NamedTuple):
@@ -329,7 +322,7 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     """
     prior = Prior.of(HardwareEfficiency())
     groups = GroupEffects([(one.source, one.group) for one in sample.trials])
-    kinds = GroupEffects([Kind.of(one.workload, one.strategy) for one in sample.trials])
+    kinds = GroupEffects([kind_of(one.workload, one.strategy) for one in sample.trials])
     if not len(sample):
         return FittedEfficiency(prior.start, NOISE, groups, kinds, np.zeros(0))
 

@@ -24,6 +24,7 @@ from megatron_terapipe.search.learn.calibration import (
     no_calibration,
 )
 from megatron_terapipe.search.learn.cluster_calibrations import (
+    LISTS,
     Calibrations,
     calibrated,
     propose,
@@ -62,8 +63,6 @@ def test_intervals_widen_with_distance_from_the_trials() -> None:
     alike, unlike = intervals.half_width(np.array([[0.0, 1.0], [1.0, 0.0]]))
     assert alike == pytest.approx(0.2)
     assert unlike == pytest.approx(2 * np.sqrt(0.01 + 0.04))
-    low, high = intervals.interval_s(10.0, np.array([0.0, 1.0]))
-    assert (low, high) == pytest.approx((10 / np.exp(0.2), 10 * np.exp(0.2)))
 
 
 def test_intervals_contain_unseen_trials() -> None:
@@ -238,17 +237,21 @@ def test_intervals_are_wider_for_kinds_without_trials() -> None:
     """Many trials of one hidden size and recomputation are one group for the others."""
     trials = [one for one in measured(noise=0.01) if one.strategy.recompute == "none"]
     alone = calibrate([replace(one, group=str(index)) for index, one in enumerate(trials)])
-    assert alone.kinds == ((2048, "none"),) and alone.other_kinds is not None
+    assert alone.kinds == ("hidden size 2048, recompute none",) and alone.other_kinds is not None
     known, other = (replace(STRATEGIES[0], recompute=recompute) for recompute in ("none", "full"))
     assert a_width(alone, other) > 3 * a_width(alone, known) > 0
     assert a_width(replace(alone, other_kinds=None, kinds=()), other) < a_width(alone, other)
 
 
 def test_a_fit_that_does_not_help_other_groups_is_not_used() -> None:
-    trials = measured(noise=0.15, seed=1, memory_overheads=TRUE)
+    """Half of the groups are slower than predicted and half faster, for no reason that a constant has."""
+    signs = np.random.default_rng(3).permutation(np.repeat([-0.1, 0.1], 7))
+    trials = measured(memory_overheads=TRUE)
+    for index, one in enumerate(trials):
+        object.__setattr__(one, "iteration_time_s", (one.iteration_time_s or 0) * float(np.exp(signs[index // 2])))
     found = calibrate(trials)
     assert (found.efficiency, found.num_trials) == (None, len(trials)) and found.memory_overheads is not None
-    assert "28 trials of synthetic do not make predictions of each other better (mean error of groups" in found.notes[0]
+    assert "28 trials of synthetic are not used: fits without a group predict it worse" in found.notes[0]
     assert a_width(found, STRATEGIES[0]) == a_width(no_calibration(CLUSTER), STRATEGIES[0])
     assert calibrate(measured(noise=0.05, efficiency=HardwareEfficiency(gemm_efficiency=0.6))).notes == ()
 
@@ -258,12 +261,12 @@ def test_a_fit_that_does_not_help_other_groups_is_not_used() -> None:
     [
         ({}, (), ""),
         ({"network": Link(bandwidth=26e9, latency_s=1e-6)}, (), ""),
-        ({"num_network_cards": 1}, NETWORK, "of the network of 4 x 25 GB/s, and this cluster has 25 GB/s: constants"),
-        ({"network": Link(bandwidth=50e9, latency_s=5e-6)}, NETWORK, "has 4 x 50 GB/s"),
+        ({"num_network_cards": 1}, NETWORK, "ran on 100 GB/s of nodes to the network, and this cluster has 25 GB/s: "),
+        ({"network": Link(bandwidth=50e9, latency_s=5e-6)}, NETWORK, "this cluster has 200 GB/s"),
         (
             {"inside": Link(bandwidth=32e9, latency_s=5e-6)},
             INSIDE,
-            "inside a node of 300 GB/s, and this cluster has 32",
+            "ran on 300 GB/s inside nodes, and this cluster has 32",
         ),
     ],
 )
@@ -283,10 +286,10 @@ def test_a_calibration_on_other_links(
     assert widths[0] < 0.9 * widths[1] if reset == NETWORK else widths[0] == pytest.approx(widths[1])
     assert calibrated(a100s(1), path).notes == ()  # one node has no network
     document = json.loads(Path(path).read_text())
-    del document["calibrations"][0]["links"], document["calibrations"][0]["kinds"]
+    for name in LISTS:
+        del document["calibrations"][0][name]
     Path(path).write_text(json.dumps(document))
-    (note,) = calibrated(CLUSTER, path).notes
-    assert note.startswith("does not name the links of its trials")
+    assert "inside nodes that the trials ran on are not recorded" in calibrated(CLUSTER, path).notes[0]
 
 
 def test_a_calibration_of_other_devices(tmp_path: Path, calibration: Calibration) -> None:
