@@ -41,11 +41,7 @@ def is_row(document: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object of a trial.
-
-    Raises:
-        LeftOutError: where the row is none.
-    """
+    """Return the object of a trial; raises a `LeftOutError` where the row is none."""
     _check(row)
     model, cluster, devices = _settings(row), tables()["clusters"][_system(row)], row["gpus"]
     ranks = row["tp"] * row["pp"] * row["cp"]

@@ -178,9 +178,6 @@ def bounds_counting_ends(workload: Workload, layers_per_stage: list[int]) -> tup
     """Return the bounds of stages that count the embedding and the head as a layer each, in all layers of the model.
 
     DeepSpeed's `type:transformer|embedding` and the models of Qi et al. count so. The last norm goes with the head.
-
-    Raises:
-        ConfigError: if they are not all the layers, or a stage has none.
     """
     counted = workload.num_dealt_layers + 2
     if sum(layers_per_stage) != counted or min(layers_per_stage) < 1:

@@ -274,10 +274,7 @@ class Software:
         raise ConfigError(f"{self.name} has no states in {precision} at zero_stage {zero_stage}: choose one of {known}")
 
     def keeping_gradients(self, precision: str) -> "Software":
-        """Return the trainer with gradients that add up and travel in a precision where layers compute in half.
-
-        The step casts its part of them to fp32.
-        """
+        """Return the trainer with gradients that add up and travel in a precision; its step casts them to fp32."""
         size, products, messages = ELEMENT_BYTES[precision], self.products, self.communication
         states = []
         for each in self.states:

@@ -329,10 +329,6 @@ ALST = replace(
 )
 
 
-def _with_bf16_gradients(software: Software) -> tuple[StateBytes, ...]:
-    return tuple(replace(state, gradients=2) if state.precision == "bf16" else state for state in software.states)
-
-
 SCALING = replace(
     DEEPSPEED,
     name="scaling",
@@ -343,7 +339,7 @@ SCALING = replace(
     attention=FSDP.attention,
     communication=Communication(),
     residual_dropout=False,
-    states=_with_bf16_gradients(DEEPSPEED),
+    states=DEEPSPEED.keeping_gradients("bf16").states,
 )
 
 SCALING_EAGER = replace(
@@ -364,7 +360,7 @@ INTERNEVO = replace(
     communication=Communication(overlaps_gradient_reduction=True, reduction_bytes=2, broadcasts_parts=True),
     bucket_elements=256 * 2**20,
     bucket_elements_per_rank=0,
-    states=_with_bf16_gradients(MEGATRON_CORE),
+    states=MEGATRON_CORE.keeping_gradients("bf16").states,
 )
 
 
