@@ -215,20 +215,6 @@ class PendingTrial(NamedTuple):
     """Of the rounds before an interruption."""
 
 
-def _runs_of(trial: Trial) -> list[Outcome]:
-    """Return the rounds of a trial in its file."""
-    failure = str(trial.ignored.get("measured.reason", "it failed"))
-    return [
-        Outcome(
-            iteration_time_s=time_s,
-            peak_memory_bytes=trial.peak_memory_bytes,
-            out_of_memory=time_s is None and bool(trial.out_of_memory),
-            reason=failure if time_s is None else None,
-        )
-        for time_s in trial.round_times_s
-    ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Journal:
     """The trials of one question in a file."""
@@ -265,7 +251,17 @@ class Journal:
             if trial is None:
                 found.setdefault(key, PendingTrial(f"trial-{len(trials) + len(found) + 1}", strategy, []))
             elif 0 < len(trial.round_times_s) < min(trial.rounds, rounds):
-                found[key] = PendingTrial(trial.id, strategy, _runs_of(trial))
+                failure = str(trial.ignored.get("measured.reason", "it failed"))
+                runs = [
+                    Outcome(
+                        iteration_time_s=time_s,
+                        peak_memory_bytes=trial.peak_memory_bytes,
+                        out_of_memory=time_s is None and bool(trial.out_of_memory),
+                        reason=failure if time_s is None else None,
+                    )
+                    for time_s in trial.round_times_s
+                ]
+                found[key] = PendingTrial(trial.id, strategy, runs)
         return list(found.values())
 
     def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:

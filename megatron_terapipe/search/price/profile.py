@@ -45,14 +45,11 @@ class LayerShape(Entry):
     def of(cls, layer: Layer) -> "LayerShape":
         """Return the shape of a layer."""
         attention = layer.attention
+        same = ("kind", "hidden_size", "num_norms", "activation_width", "gated")
         return cls.model_construct(
-            kind=layer.kind,
-            hidden_size=layer.hidden_size,
+            **{name: getattr(layer, name) for name in same},
             products=tuple((each.inputs, each.outputs, each.parallel) for each in layer.products),
             attention=attention and (attention.query_heads, attention.key_value_heads, attention.head_size),
-            num_norms=layer.num_norms,
-            activation_width=layer.activation_width,
-            gated=layer.gated,
             normed_heads=attention is not None and attention.normed,
             written_out=attention is not None and attention.written_out,
             sliding_window=attention and attention.sliding_window,

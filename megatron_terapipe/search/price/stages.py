@@ -204,7 +204,15 @@ class LayerPrices:
         exchange = exchanges(query, links.sequence, efficiency, self.element_bytes)
         routed_forward, routed_backward, routed_again = self._expert_exchange_s(query, links, kernels)
         if query.recompute == "stage":
-            kernels = _ops_of_recomputed_stage(query.layer, kernels)
+            # One more forward, in the backward. Layers after the last attention run only there: no later token slice
+            # reads their outputs.
+            share = 0.0 if query.layer.kind in ("norm", "head") else 1.0
+            kernels = kernels._replace(
+                forward=share * kernels.forward,
+                launch_forward=share * kernels.launch_forward,
+                input_gradient=kernels.input_gradient + kernels.forward,
+                launch_input_gradient=kernels.launch_input_gradient + kernels.launch_forward,
+            )
         # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
         jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size * query.sequence_parallel_size)
         launch_forward = kernels.launch_forward * jitter
@@ -311,20 +319,6 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | 
         slowest = np.where(seconds > most, ops, slowest)
         most = np.maximum(seconds, most)
     return slowest
-
-
-def _ops_of_recomputed_stage(layer: Layer, kernels: LayerTimes) -> LayerTimes:
-    """Kernels of a layer in a recomputed stage: one more forward, in the backward.
-
-    Layers after the last attention run only in the backward: no later token slice reads their outputs.
-    """
-    is_last = layer.kind in ("norm", "head")
-    return kernels._replace(
-        forward=0.0 * kernels.forward if is_last else kernels.forward,
-        launch_forward=0.0 * kernels.launch_forward if is_last else kernels.launch_forward,
-        input_gradient=kernels.input_gradient + kernels.forward,
-        launch_input_gradient=kernels.launch_input_gradient + kernels.launch_forward,
-    )
 
 
 def head_exchange_s(
