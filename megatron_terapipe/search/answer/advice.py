@@ -1,12 +1,12 @@
 """Advice with a ranking: possible changes, doubts, and the robustness of the winner.
 
 advise                     after a search -> AdvicePart, as the document has it
-advice_notes, rival_note   the same in words, a line each
+advice_notes               the same in words, a line each
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,14 +14,13 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
-from megatron_terapipe.search.answer.figures import bytes_text, devices_of, model_flops, strategy_text, time_text
+from megatron_terapipe.search.answer.figures import bytes_text, devices_of, strategy_text, time_text
 from megatron_terapipe.search.answer.json_schema import (
     AdvicePart,
     DistancePart,
     FewerDevicesPart,
     FoundOrderPart,
     OtherWinnerPart,
-    RivalPart,
     SensitivityPart,
     TooFullPart,
     UtilizationPart,
@@ -29,24 +28,16 @@ from megatron_terapipe.search.answer.json_schema import (
 from megatron_terapipe.search.answer.sensitivity import FACTOR, check_utilization, sensitivity
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.machine.library import is_guess, smallest_device_with
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.library import smallest_device_with
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
 from megatron_terapipe.search.price.memory import MemoryOverheads
-from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.alternatives import on_fewer_devices, with_found_order, with_interleaved_slices
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback, no_progress
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.rivals import Rival, rival_of
 from megatron_terapipe.search.rank.search import SearchResult
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
-
-RIVAL = "ZeRO-3 with Ulysses"
-RIVAL_TRAINER = "DeepSpeed's ALST"
-
-FASTER = 0.98  # seconds of a rival in those of the winner up to which a note advises it: predictions are not exact
 
 FOUND_ORDER = "found-order"
 """Folder, in that of an answer, with the files that launch the winner with an order that was found."""
@@ -66,15 +57,12 @@ def advise(
     costs: Costs,
     progress: ProgressCallback = no_progress,
     *,
-    rivals: bool = True,
     training: Training = NOT_ASKED,
 ) -> AdvicePart:
-    """Return the advice that goes with the result of a search; `rivals` prices ZeRO-3 with Ulysses, too."""
+    """Return the advice that goes with the result of a search."""
     pricing = costs.pricing_on(problem.cluster)
     winner = next(iter(result.entries), None)
     found: dict[str, Any] = {"memory_headroom": problem.memory_headroom}
-    if rivals and problem.software.name == TERAPIPE.name and (rival := rival_of(problem, pricing)) is not None:
-        found["rivals"] = [rival_part(rival, winner, problem.workload, problem.cluster)]
     if result.too_full is not None:
         found["too_full"] = too_full_part(result.too_full, winner, pricing)
     if winner is None:
@@ -137,59 +125,6 @@ def fewer_devices_part(
         device_hours_ratio={name: ratio * devices.get(name, 0) / number for name, number in all_devices.items()},
         price_ratio=ratio * price / on_all if price and on_all else None,
     )
-
-
-def rival_part(rival: Rival, winner: Ranked | None, workload: Workload, cluster: Cluster) -> RivalPart:
-    """Return a rival, compared with our best strategy; `winner`: None = none fits."""
-    settings, time_s, mfu_causal = rival.settings, rival.time.total, None
-    if not any(is_guess(node.device.name) for node in cluster.nodes):
-        peaks = [node.device.peak_flops("bf16") for node in cluster.nodes for _ in range(node.num_devices)]
-        flops = model_flops(workload, causal=True) * settings.num_sequences
-        mfu_causal = flops / (time_s * sum(peaks[: settings.num_ranks]))
-    missing = [
-        f"it needs {bytes_text(needed)} of a {place}, of {bytes_text(limit)}"
-        for place, needed, limit in (
-            ("device", rival.memory.device, rival.device_limit),
-            ("host", rival.memory.host, rival.host_limit),
-        )
-        if needed > limit
-    ]
-    return RivalPart(
-        name=RIVAL,
-        trainer=RIVAL_TRAINER,
-        sequence_parallel_size=settings.sequence_parallel_size,
-        data_parallel_size=settings.data_parallel_size,
-        micro_batch_size=settings.micro_batch_size,
-        on_host=list(settings.on_host),
-        iteration_time_s=time_s,
-        breakdown=asdict(rival.time),
-        time_ratio=None if winner is None else time_s / winner.iteration_time_s,
-        mfu_causal=mfu_causal,
-        device_bytes=rival.memory.device,
-        host_bytes=rival.memory.host,
-        why_not=" and ".join(missing) or None,
-    )
-
-
-def rival_note(rival: RivalPart, num_devices: int) -> str:
-    """Return one line on a rival: how long it takes, whether it fits, and which of the two to run."""
-    num_ranks = rival.sequence_parallel_size * rival.data_parallel_size
-    over = f"{num_ranks} ranks" if num_ranks >= num_devices else f"{num_ranks} of the {num_devices} devices"
-    if rival.data_parallel_size > 1:
-        over += f", {rival.sequence_parallel_size} to a sequence"
-    offloaded = f"; on the host: {', '.join(rival.on_host)}" if rival.on_host else ""
-    compared = "" if rival.time_ratio is None else f", {rival.time_ratio:.3g} times as long as rank 1"
-    line = (
-        f"{RIVAL} over {over} ({RIVAL_TRAINER}{offloaded}) would take {time_text(rival.iteration_time_s)} "
-        f"(predicted){compared}"
-    )
-    if rival.why_not is not None:
-        return f"{line}; it does not fit, because {rival.why_not}"
-    held = f"{bytes_text(rival.device_bytes)} of a device"
-    if rival.on_host:
-        held += f" and {bytes_text(rival.host_bytes)} of a host"
-    better = rival.time_ratio is None or rival.time_ratio <= FASTER
-    return f"{line}; it fits, with {held}{': train this model without a pipeline' if better else ''}"
 
 
 def advice_notes(advice: AdvicePart, problem: SearchProblem) -> list[str]:

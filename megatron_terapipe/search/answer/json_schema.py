@@ -191,31 +191,23 @@ class DistancePart(Part):
         return self.memory["total"] / self.usable_bytes
 
 
-class RivalPart(Part):
-    """Another trainer for the same model, priced by the same constants."""
+class TrainerPart(Part):
+    """The best strategy of another trainer on all devices, found by the same search with the same constants."""
 
-    name: str
-    trainer: str
-    """Trainer that implements it."""
-    sequence_parallel_size: int
-    """Ranks that share the tokens of a sequence, and the heads of its attention."""
-    data_parallel_size: int
-    """Groups of such ranks, each with sequences of its own; together they may be fewer than the devices."""
-    micro_batch_size: int
-    """Sequences of a group at once."""
+    software: str
+    title: str
+    strategy: StrategyObject | None
+    """Null = none can run."""
+    iteration_time_s: float | None
+    interval_s: tuple[float, float] | None
+    memory: MemoryObject | None
+    """Bytes of the fullest device, by their use."""
     on_host: list[str]
     """Offloaded to the host: `checkpoints`, `optimizer`, `weights`."""
-    iteration_time_s: float
-    breakdown: dict[str, float]
-    """These seconds by their cause."""
-    time_ratio: float | None
-    """The same in seconds of the winner; below 1 the rival is faster; null = no strategy fits."""
-    mfu_causal: float | None
-    """FLOPs of the model over the peak of the devices in use, counted as `mfu_causal` of entries is."""
-    device_bytes: float
-    host_bytes: float
     why_not: str | None
-    """Why it does not fit; null = it fits."""
+    """Why it does not fit, or none can run; null = it fits."""
+    measured_on_such_devices: bool
+    """Whether its times were compared with runs on such devices."""
 
 
 class AdvicePart(Part):
@@ -233,8 +225,6 @@ class AdvicePart(Part):
     """Null = the MFU of the winner is at most 3 points above the best published, or none is known."""
     distance_to_fit: DistancePart | None
     """Null = the model fits, or memory is not the reason why no strategy can run."""
-    rivals: list[RivalPart]
-    """Other trainers for the same model; empty where sequences are short, or with `--no-rivals`."""
     found_order: FoundOrderPart | None
     """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""
     interleaved_slices: FoundOrderPart | None
@@ -245,7 +235,7 @@ class AdvicePart(Part):
     def of(cls, **known: Any) -> "AdvicePart":
         """Return advice of which only some is known."""
         nothing: dict[str, Any] = dict.fromkeys(cls.model_fields)
-        return cls(**nothing | {"memory_headroom": MEMORY_HEADROOM, "fewer_devices": [], "rivals": []} | known)
+        return cls(**nothing | {"memory_headroom": MEMORY_HEADROOM, "fewer_devices": []} | known)
 
 
 SCHEMA_VERSION: Final = 1
@@ -428,6 +418,8 @@ class RankDocument(Ranking):
     """Answer of `rank`."""
 
     command: Literal["rank"] = "rank"
+    trainers: list[TrainerPart]
+    """Other trainers for the same question; empty on CPUs, or with `--no-rivals`."""
     advice: AdvicePart
     """Possible changes, and doubts; the notes have them in words."""
     search: SearchPart

@@ -15,7 +15,7 @@ from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.advice import advice_notes, advise, distance_text, remedies_text, rival_note
+from megatron_terapipe.search.answer.advice import advice_notes, advise, distance_text, remedies_text
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
@@ -34,6 +34,7 @@ from megatron_terapipe.search.answer.flags import (
     read_one_strategy,
 )
 from megatron_terapipe.search.answer.json_schema import AdvicePart, LaunchPart, RankDocument, SearchPart
+from megatron_terapipe.search.answer.other_trainers import other_trainers, trainer_notes
 from megatron_terapipe.search.answer.output_files import (
     script_command,
     write_document,
@@ -102,7 +103,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rivals",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="for sequences from 32,768 tokens, also price ZeRO-3 with Ulysses (default: on)",
+        help="also find the best strategies of other trainers on the same devices (default: on)",
     )
     add_progress_flag(group)
     group.add_argument(
@@ -153,22 +154,25 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
         )
         result = replace(result, entries=result.entries[: options.top])
-        advice = advise(result, problem, constraints, costs, progress, rivals=options.rivals, training=training)
+        advice = advise(result, problem, constraints, costs, progress, training=training)
         proposed = []
         if result.entries and options.propose_trials is not None:
             proposed.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
     # Placements of strategies are those of the cluster in the order of its hostfile.
     pricing = costs.pricing_on(problem.cluster)
-    entries = (
+    entries = [
         replace(entry, prediction=costs.with_interval(entry.strategy, entry.price, pricing)) for entry in result.entries
-    )
+    ]
+    trainers = list(other_trainers(problem, costs)) if options.rivals else []
+    winner_s = entries[0].iteration_time_s if entries else None
     all_notes = (
-        *(*advice_notes(advice, problem), *notes, *costs.notes, *how_sure(result), *proposed),
-        *(rival_note(rival, problem.cluster.num_devices) for rival in advice.rivals),
+        *(*trainer_notes(trainers, problem, winner_s), *advice_notes(advice, problem), *notes, *costs.notes),
+        *(*how_sure(result), *proposed),
     )
     counts = result.counts
     document = RankDocument(
         **ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training),
+        trainers=trainers,
         advice=advice,
         search=SearchPart(
             considered=counts.total,

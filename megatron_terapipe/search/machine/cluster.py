@@ -95,6 +95,11 @@ class Cluster:
         """Index of the node that each device is in."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
 
+    @property
+    def generations(self) -> set[str]:
+        """Generations of its devices, as `Device.generation` has them."""
+        return {node.device.generation for node in self.nodes}
+
     def at_most(self, num_devices: int) -> "Cluster":
         """Return a part of the cluster: its fastest nodes, whole ones while there is room, in their order.
 

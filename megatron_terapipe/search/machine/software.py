@@ -230,6 +230,8 @@ class Software:
     name: str
     """Its name in the field `software` of trials."""
     title: str
+    measured_on: tuple[str, ...] = ()
+    """Generations of devices on which its times were measured, published or our own, and compared by `validate`."""
     operators: Operators
     products: Products
     attention: AttentionCore

@@ -87,6 +87,7 @@ PIPELINE = (
 MEGATRON_LM = Software(
     name="megatron-lm",
     title="Megatron-LM of 2021 to 2023",
+    measured_on=("ampere",),
     operators=OPERATORS,
     products=Products(forward_kernels=3, backward_kernels=6, accumulation_bytes=8),
     attention=AttentionCore(
@@ -133,6 +134,7 @@ DEEPSPEED_EAGER = replace(
     DEEPSPEED,
     name="deepspeed-eager",
     title="DeepSpeed's pipeline engine with layers in plain PyTorch",
+    measured_on=("hopper",),
     operators=replace(
         DEEPSPEED.operators,
         layernorm=Operator(forward=2, backward=5, backward_kernels=2),
@@ -161,6 +163,7 @@ DEEPSPEED_EAGER = replace(
 MEGATRON_CORE = Software(
     name="megatron-core",
     title="Megatron-core with Transformer Engine",
+    measured_on=("ampere", "hopper", "blackwell"),
     operators=Operators(
         layernorm=Operator(forward=2, backward=3),
         rmsnorm=Operator(forward=2, backward=3),
@@ -311,7 +314,9 @@ LLM_FOUNDRY = replace(
 ALST = replace(
     FMS_FSDP,
     name="alst",
-    title="ZeRO 3 with Ulysses, DeepSpeed's ALST",
+    title="ZeRO 3 with Ulysses (DeepSpeed's ALST)",
+    measured_on=(),
+    runs=tuple(each for each in FSDP.runs if each[0] != "sequence_parallel_size"),
     operators=replace(
         EAGER,
         rmsnorm=FUSED_RMSNORM,

@@ -116,7 +116,7 @@ def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     if size == 1:
         return None
     for layer in {id(each): each for each in problem.workload.layers}.values():
-        if layer.attention is None:
+        if layer.attention is None or problem.software.communication.ring:
             continue
         if layer.attention.separate_window is not None:
             return "sequence-parallel ranks cannot share attention in separate windows"

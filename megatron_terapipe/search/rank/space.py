@@ -72,6 +72,9 @@ LONG_SEQUENCE = 16_384
 of a token slice has too few rows to fill a device."""
 
 
+LEAST_TOKENS_OF_A_RANK = 4096  # tokens of a sequence that ranks of a ring share at least
+
+
 @dataclass(frozen=True)
 class Choices:
     """Values of each dimension, in the order in which ties are broken."""
@@ -163,6 +166,9 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
 def _shares_of_heads(problem: SearchProblem) -> tuple[int, ...]:
     """Sizes with which ranks can share the heads of every attention, and all devices are used."""
     workload = problem.workload
+    if problem.software.communication.ring:
+        longest = workload.seq_length // LEAST_TOKENS_OF_A_RANK
+        return tuple(size for size in divisors(problem.cluster.num_devices) if size <= max(longest, 1))
     heads = [each.attention.query_heads for each in workload.layers if each.attention is not None]
     if not heads or workload.seq_length < LONG_SEQUENCE or not workload.can_cut_tokens:
         return (1,)
