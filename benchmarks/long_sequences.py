@@ -69,17 +69,16 @@ from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.loader import Batch
-from megatron_terapipe.search.answer.advice import rival_part
 from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, flops_utilization, strategy_text, time_text
-from megatron_terapipe.search.answer.json_schema import RivalPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.machine.trainers import ALST
 from megatron_terapipe.search.price.batch import StrategyBatch
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.rivals import best_rival
+from megatron_terapipe.search.rank.rivals import Rival, best_rival
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
@@ -425,8 +424,9 @@ def row_of(model: str, seq_length: int, num_devices: int, least_sequences: int) 
         if winner is not None:
             global_batch_size = sequences
             break
-    rival = best_rival(pricing, global_batch_size, headroom=MEMORY_HEADROOM)
-    theirs = None if rival is None else _theirs(rival_part(rival, winner, workload, cluster))
+    of_alst = Pricing(workload, cluster, software=ALST)
+    rival = best_rival(of_alst, global_batch_size, headroom=MEMORY_HEADROOM)
+    theirs = None if rival is None else _theirs(rival, of_alst)
     return Row(
         model=model,
         seq_length=seq_length,
@@ -472,17 +472,20 @@ def host_bytes(strategy: Strategy, pricing: Pricing) -> float:
     return max(of_host.values())
 
 
-def _theirs(rival: RivalPart) -> Theirs:
-    assert rival.mfu_causal is not None
+def _theirs(rival: Rival, pricing: Pricing) -> Theirs:
+    strategy, time_s = rival.strategy, rival.prediction.iteration_time_s
+    utilization = flops_utilization(strategy, pricing.workload, pricing.cluster, time_s, "bf16", causal=True)
+    assert utilization is not None
+    lacking = [f"{needed / 1e9:.0f} GB of a {at}, of {limit / 1e9:.0f} GB" for at, needed, limit in rival.lacking]
     return Theirs(
-        num_ranks=rival.sequence_parallel_size * rival.data_parallel_size,
-        ranks_of_sequence=rival.sequence_parallel_size,
-        on_host=tuple(rival.on_host),
-        time_s=rival.iteration_time_s,
-        device_bytes=rival.device_bytes,
+        num_ranks=strategy.world_size,
+        ranks_of_sequence=strategy.sequence_parallel_size,
+        on_host=rival.on_host,
+        time_s=time_s,
+        device_bytes=rival.prediction.peak_memory_bytes,
         host_bytes=rival.host_bytes,
-        mfu_causal=rival.mfu_causal,
-        why_not=rival.why_not,
+        mfu_causal=utilization,
+        why_not=f"it needs {' and '.join(lacking)}" if lacking else None,
     )
 
 

@@ -329,7 +329,7 @@ class _Reader:
         software = _in_layout(software, entry.strategy)
         is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
         precision = entry.precision or ("bf16" if is_bf16 else "fp16")
-        if software.can_run("zero_stage", 3) and strategy.zero_stage < 3:
+        if not software.can_run("zero_stage", strategy.zero_stage) and software.can_run("zero_stage", 3):
             # Trials of FSDP were written with stage 1 once.
             strategy = replace(strategy, zero_stage=3)
         software.state(precision, strategy.zero_stage)

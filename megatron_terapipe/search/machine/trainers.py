@@ -254,6 +254,7 @@ EAGER = Operators(
 FSDP = Software(
     name="fsdp",
     title="PyTorch FSDP, compiled",
+    measured_on=("ampere", "hopper"),
     operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss),
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),

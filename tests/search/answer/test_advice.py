@@ -9,8 +9,6 @@ from megatron_terapipe.search.answer.advice import (
     advice_notes,
     distance_text,
     fewer_devices_part,
-    rival_note,
-    rival_part,
 )
 from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.answer.figures import flops_utilization
@@ -20,7 +18,6 @@ from megatron_terapipe.search.answer.json_schema import (
     NetworkPart,
     OtherWinnerPart,
     RemedyPart,
-    RivalPart,
     SensitivityPart,
     TooFullPart,
 )
@@ -31,7 +28,6 @@ from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.alternatives import on_fewer_devices
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.rivals import best_rival
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
@@ -212,32 +208,3 @@ def test_causal_shares_are_those_of_the_shapes() -> None:
         whole = layers * (products + 4 * tokens * hidden) + 2 * hidden * vocab
         causal = whole - layers * 2 * tokens * hidden
         assert PUBLISHED[name].causal_share == pytest.approx(PUBLISHED[name].share * causal / whole, abs=0.001)
-
-
-DGX: Cluster = parse_cluster({"nodes": [{"machine": "dgx-h100", "count": 2}]}, "c.json")[0]
-LONG = Pricing(read_workload("llama3-8b", {"seq_length": 131072}), DGX)
-
-
-def rival(seconds: float | None = None, *, needs: float = 1.0) -> RivalPart:
-    """A rival with many times its memory, compared with a winner of so many seconds."""
-    found = best_rival(LONG, 1)
-    assert found is not None
-    found = replace(found, memory=replace(found.memory, working=needs * found.memory.working))
-    winner = None
-    if seconds is not None:
-        strategy = Strategy(tensor_parallel_size=8, pipeline_parallel_size=2, micro_batch_size=1, global_batch_size=1)
-        winner = Ranked(strategy=strategy, prediction=replace(LONG.predict(strategy), iteration_time_s=seconds))
-    return rival_part(found, winner, LONG.workload, DGX)
-
-
-def test_a_rival_is_advised_where_it_fits_and_is_faster() -> None:
-    slower, note = rival(1.0), rival_note(rival(1.0), 16)
-    assert note.startswith("ZeRO-3 with Ulysses over 16 ranks (DeepSpeed's ALST) would take ")
-    assert f"(predicted), {slower.time_ratio:.3g} times as long as rank 1; it fits, with " in note
-    assert "without a pipeline" not in note and slower.why_not is None
-    assert sum(slower.breakdown.values()) == pytest.approx(slower.iteration_time_s) == slower.time_ratio
-    assert slower.mfu_causal is not None and 0.1 < slower.mfu_causal < 0.5
-    for better in (rival(100.0), rival()):
-        assert rival_note(better, 16).endswith(": train this model without a pipeline")
-    full = rival(1.0, needs=100.0)
-    assert f"; it does not fit, because {full.why_not}" in rival_note(full, 16) and full.why_not is not None

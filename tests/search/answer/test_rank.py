@@ -172,20 +172,23 @@ def test_headroom_without_any_strategy(files: list[str], capsys: pytest.CaptureF
     assert "the nearest" not in printed.out + printed.err, "what fits the devices needs no more than they have"
 
 
-def test_a_ranking_of_long_sequences_ends_with_a_rival(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ranking_has_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.json").write_text(json.dumps({**MODEL, "seq_length": 65536, "position_embedding_type": "rope"}))
     (tmp_path / "cluster.json").write_text(json.dumps({"nodes": [{"device": "A100-SXM4-40GB", "devices": 2}]}))
     asked = ["rank", str(tmp_path / "model.json"), str(tmp_path / "cluster.json"), "--global-batch-size", "1", *FEW]
     asked += ["--schedule", "1f1b", "--tensor-parallel-size", "2"]
-    with_rival, without = tmp_path / "with.json", tmp_path / "without.json"
-    assert main([*asked, "--json", str(with_rival)]) == 0
+    found, without = tmp_path / "with.json", tmp_path / "without.json"
+    assert main([*asked, "--json", str(found)]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert notes[-1].startswith("note: ZeRO-3 with Ulysses over 2 ranks (DeepSpeed's ALST")
+    assert notes[0].startswith("note: Megatron-core with Transformer Engine would take ")
     assert main([*asked, "--json", str(without), "--no-rivals"]) == 0
     assert "Ulysses" not in capsys.readouterr().out
-    assert read(with_rival)["advice"]["rivals"][0]["why_not"] is None
-    assert read(without)["advice"]["rivals"] == []
-    assert read(with_rival)["entries"] == read(without)["entries"]
+    trainers = {each["software"]: each for each in read(found)["trainers"]}
+    assert list(trainers) == ["megatron-core", "fsdp", "alst"] and read(without)["trainers"] == []
+    assert [each["measured_on_such_devices"] for each in trainers.values()] == [True, True, False]
+    assert "the batch is dealt evenly" in trainers["fsdp"]["why_not"]
+    assert trainers["alst"]["strategy"]["zero_stage"] == 3
+    assert read(found)["entries"] == read(without)["entries"]
 
 
 LINES = [
