@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
+from math import gcd
 
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.json_schema import TrainerPart
@@ -27,11 +28,15 @@ def other_trainers(problem: SearchProblem, costs: Costs) -> Iterator[TrainerPart
             each.precision for each in software.states
         }:
             continue
-        theirs, prices = replace(problem, software=software), replace(costs, software=software, profile=None)
+        prices = replace(costs, software=software, profile=None)
+        theirs = replace(problem, software=software)
+        if not software.can_run("pipeline_parallel_size", 2):
+            # Each rank needs a sequence of its own.
+            theirs = replace(theirs, cluster=cluster.at_most(gcd(cluster.num_devices, problem.global_batch_size)))
         result = search(theirs, all_choices(theirs), prices.pricing_on, top=1, refine=False)
         if result.entries:
             entry = result.entries[0]
-            pricing = prices.pricing_on(cluster)
+            pricing = prices.pricing_on(theirs.cluster)
             yield _part(problem, software, entry.strategy, prices.with_interval(entry.strategy, entry.price, pricing))
         else:
             broken = [name for name, number in result.counts.rejected.items() if number][-1:]

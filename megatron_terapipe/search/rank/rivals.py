@@ -18,7 +18,7 @@ q = 2nd a bytes of its queries (a heads of d numbers) there are
 
 With h = da that is 15 u + 4 k. `tests/search/rank/test_rivals.py` holds it against ArcticTraining's longest sequences.
 
-Seconds are those of the cost model with the description `ALST`, and what it does not have. Copies of checkpoints to the
+Seconds are those of the cost model with the description `ALST`, and more. Copies of checkpoints to the
 host and back wait for each other and for the layer: memory there is not page-locked (ArcticTraining,
 `monkey_patches.py`, `CheckpointFunctionWithCPUOffload`). MLPs run in tiles of h tokens, and forward three times: the
 tiled backward repeats the recomputation (DeepSpeed, `TiledMLP`).
