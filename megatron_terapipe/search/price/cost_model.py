@@ -208,17 +208,13 @@ class CostModel:
         )
 
     def _network_s(
-        self, placed: PlacedStrategy, step: StepCosts, micro_batches: int, collectives: tuple[Floats, ...]
+        self, placed: PlacedStrategy, step: StepCosts, micro_batches: int, shared: Sequence[Floats]
     ) -> Floats:
-        """Return the seconds of all messages of an iteration that cross nodes, hidden or not: [P].
-
-        Args:
-            collectives: seconds [P] of tensor-, sequence- and expert-parallel ranks in a micro-batch.
-        """
+        """[P] seconds of messages that cross nodes, hidden or not; `shared`: [P] of ranks that share a layer."""
         layout, groups = placed.strategy.layout, placed.groups
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
         found = np.where(np.greater(groups.data.num_nodes, 1), step.gradient_reduction + step.weight_gather, 0.0)
-        for size, name, seconds in zip(sizes, ("tensor", "sequence", "expert"), collectives, strict=True):
+        for size, name, seconds in zip(sizes, ("tensor", "sequence", "expert"), shared, strict=True):
             if size > 1:
                 found = found + micro_batches * seconds * np.greater(getattr(groups, name).num_nodes, 1)
         if layout.pipeline_parallel_size > 1:

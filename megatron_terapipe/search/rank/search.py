@@ -351,17 +351,14 @@ class _Contest:
     def _simulate(self, index: int) -> None:
         strategy, pricing = self._at(index)
         memory = pricing.memory(strategy)
-        reason = pricing.why_it_does_not_fit(strategy, memory)
-        if reason is not None:
-            self._counts.reject(FITS, 1)
-            self._counts.variants[strategy.layout, strategy.zero_shard_size] -= 1
-            if len(self.refused) < self._top:
-                self.refused.append(Ranked(strategy=strategy, prediction=None, reason=reason))
-            return
         if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
-            self._counts.reject(HEADROOM, 1)
-            self._counts.variants[strategy.layout, strategy.zero_shard_size] -= 1
-            self._too_full.append(index)
+            refused = Ranked(strategy=strategy, prediction=None, reason=pricing.why_it_does_not_fit(strategy, memory))
+            self._counts.reject(HEADROOM if refused.feasible else FITS, 1)
+            self._counts.variants[refused.row] -= 1
+            if refused.feasible:
+                self._too_full.append(index)
+            elif len(self.refused) < self._top:
+                self.refused.append(refused)
             return
         key = (strategy.schedule, pipeline_shape(strategy))
         if key not in self._shapes:
