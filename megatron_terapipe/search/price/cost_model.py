@@ -89,11 +89,13 @@ class CostModel:
         self._known_groups: dict[ParallelLayout, RankGroups] = {}
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
-        """Return the cost model of the same model and cluster with other constants; orders of schedules are shared."""
+        """Return the cost model of the same model and cluster with other constants; orders, groups and counts are shared."""
         if op_times is None:
             same = self.op_times
             op_times = replace(same, efficiency=efficiency) if isinstance(same, Roofline) else same
-        return replace(self, efficiency=efficiency, op_times=op_times)
+        model = replace(self, efficiency=efficiency, op_times=op_times)
+        model.counter, model._table, model._known_groups = self.counter, self._table, self._known_groups
+        return model
 
     def with_factors(self, factors: ProfileFactors) -> "CostModel":
         """Return the cost model of training, from one with the times of a profile."""

@@ -169,9 +169,11 @@ def _halvings(number: int) -> list[int]:
 
 def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
     """Return constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
+    ranks = strategy.tensor_parallel_size
     near: dict[str, tuple[Any, ...]] = {
         "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),
         "num_model_chunks": tuple(sorted({1, strategy.num_model_chunks})),
+        "tensor_parallel_size": tuple(size for size in (ranks // 2, ranks, 2 * ranks) if size),
     }
     if "token_slices" not in constraints:
         near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
