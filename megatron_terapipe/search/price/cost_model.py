@@ -89,7 +89,7 @@ class CostModel:
         self._known_groups: dict[ParallelLayout, RankGroups] = {}
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
-        """Return the cost model of the same model and cluster with other constants; orders, groups and counts are shared."""
+        """Return this cost model with other constants; orders, groups and counts are shared."""
         if op_times is None:
             same = self.op_times
             op_times = replace(same, efficiency=efficiency) if isinstance(same, Roofline) else same
