@@ -225,11 +225,8 @@ def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | No
     drawn = max(fewest, min(strategy.num_micro_batches, MOST_OPS // each))
     shape = PipelineShape(strategy.num_stages, drawn, strategy.num_token_slices, strategy.num_model_chunks)
     timeline = simulate(rank_orders(schedule_named(strategy.schedule), shape), shape, costs)
-    note = (
-        ""
-        if drawn == strategy.num_micro_batches
-        else f"{drawn} of {strategy.num_micro_batches} micro-batches are drawn"
-    )
+    is_whole = drawn == strategy.num_micro_batches
+    note = "" if is_whole else f"{drawn} of {strategy.num_micro_batches} micro-batches are drawn"
     return replace(timeline, unit="s"), note
 
 

@@ -305,19 +305,16 @@ class MeasuredProfile:
         def backward(layer: ProfiledLayer) -> dict[tuple[int, int, int], float]:
             return {point[:3]: point.input_gradient_s + point.weight_gradient_s for point in layer.points}
 
-        plain = {
-            (each.shape, each.tensor_parallel_size): backward(each)
-            for each in self.profile.layers
-            if each.recompute == "none"
+        layers = {
+            (each.shape, each.tensor_parallel_size, each.recompute): backward(each) for each in self.profile.layers
         }
         found = {}
-        for each in self.profile.layers:
-            key = each.shape, each.tensor_parallel_size
-            if each.recompute == "selective" and key in plain:
-                more = {at: seconds - plain[key][at] for at, seconds in backward(each).items() if at in plain[key]}
-                points = [Point(*at, max(seconds, 0.0)) for at, seconds in more.items() if at[1] == 0]
-                if points:
-                    found[key] = Surface.through(points)
+        for (shape, size, recompute), seconds in layers.items():
+            plain = layers.get((shape, size, "none"), {})
+            shared = [at for at in seconds if recompute == "selective" and at in plain and at[1] == 0]
+            if shared:
+                points = [Point(*at, max(seconds[at] - plain[at], 0.0)) for at in shared]
+                found[shape, size] = Surface.through(points)
         return found
 
 
@@ -347,15 +344,10 @@ def measured_efficiency(
     node = measured_node(profile, measured_cluster(profile, cluster))
     values: dict[str, float] = {}
     for where in ("inside", "network"):
-        reached = [
-            (link, _share_reached(link, node))
-            for link in profile.links_of(where)
-            if not _is_bound_inside(link, profile)
-        ]
-        transfers = [share for link, share in reached if link.what == "transfer"]
-        sums = [share for link, share in reached if link.what == "all_reduce"]
-        values |= {f"transfer_{where}_efficiency": geometric_mean(transfers)} if transfers else {}
-        values |= {f"{where}_efficiency": geometric_mean(sums)} if sums else {}
+        links = [link for link in profile.links_of(where) if not _is_bound_inside(link, profile)]
+        for name, what in ((f"transfer_{where}_efficiency", "transfer"), (f"{where}_efficiency", "all_reduce")):
+            if reached := [_share_reached(link, node) for link in links if link.what == what]:
+                values[name] = geometric_mean(reached)
     starts = {"transfer_s": _transfer_start(profile, node), "collective_s": _collective_start(profile, node)}
     values |= {name: start for name, start in starts.items() if start is not None}
     if starts["collective_s"] is not None:
