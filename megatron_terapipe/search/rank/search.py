@@ -273,7 +273,7 @@ class _Contest:
         self._fastest = np.zeros(len(self._best_s), dtype=np.int64)
         self._tries = np.zeros(len(self._best_s), dtype=np.int64)
         self._fastest_s = self._to_beat_s = np.inf
-        """Seconds of the last row of the ranking."""
+        """Seconds of the first and of the last row of the ranking."""
         self.lowest_bound_left = np.inf
         """Lower bound in seconds of all strategies that were not simulated."""
 
