@@ -129,7 +129,7 @@ class SensitivityPart(Part):
     network: list[NetworkPart]
     """Bandwidths of a node's network cards, at most one below and one above the given, that change it so."""
     network_bandwidth: float | None
-    """The given bytes per second of the slowest node; a quarter to four times of it were tried. Null = trials determine it, or
+    """The given bytes per second of the slowest node, of which a quarter to four times were tried. Null = known, or
     there is one node."""
     num_constants: int
     """Constants that were moved."""
