@@ -157,7 +157,7 @@ def test_all_keys_are_described() -> None:
     in_answers = FILE_FORMATS["answer"].json_schema()["$defs"]["Entry"]["properties"]["strategy"]
     whole = [each.name for each in DIMENSIONS if not each.optional]
     assert in_answers["properties"] == schema["properties"] and in_answers["required"] == whole
-    assert [each.name for each in DIMENSIONS if each.optional] == ["expert_parallel_size"]
+    assert [each.name for each in DIMENSIONS if each.optional] == ["expert_parallel_size", "zero_shard_size"]
 
 
 def test_calibrations(tmp_path: Path) -> None:
