@@ -297,7 +297,10 @@ def _shortage(distance: DistancePart) -> str:
     listed = ", ".join(f"{name.replace('_', ' ')} {bytes_text(number)}" for name, number in parts if number > 0)
     return (
         f"the nearest strategy, {_strategy(distance.strategy)}, needs on pipeline rank {distance.pipeline_rank}: "
-        f"{listed}; together {bytes_text(distance.memory['total'])} of {bytes_text(distance.usable_bytes)}"
+        f"{listed}; together {bytes_text(distance.memory['total'])} of {bytes_text(distance.usable_bytes)}. With the "
+        f"optimizer state in the memory of the host ({bytes_text(distance.memory['optimizer'])} less) it would "
+        f"{'fit' if distance.fits_with_optimizer_on_host else 'not fit either'}: Megatron-core "
+        "(--optimizer-cpu-offload) and DeepSpeed without a pipeline offload it, terapipe only token slices"
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_terapipe.search.answer.json_schema import DistancePart, RemedyKind, RemedyPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.memory import SHARE_OF_HOST
 from megatron_terapipe.search.price.workload import IMBALANCE, Workload, gpt_workload
 from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_grids
@@ -105,7 +106,12 @@ def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> l
 def _distance(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> DistancePart:
     """Return the memory of the fullest pipeline rank of a strategy."""
     usable_share = pricing.memory_model.overheads.usable_share * (1 - problem.memory_headroom)
-    held = zip(pricing.memory(strategy), pricing.cost_model.groups(strategy).smallest, strict=True)
+    held = list(zip(pricing.memory(strategy), pricing.cost_model.groups(strategy).smallest, strict=True))
+    on_device = max((memory.total - memory.optimizer) / device.memory_bytes for memory, device in held)
+    on_host = max(memory.optimizer for memory, _ in held)
+    has_room = all(
+        node.num_devices * on_host <= SHARE_OF_HOST * node.host.memory_bytes for node in pricing.cluster.nodes
+    )
     ranks = [
         DistancePart(
             strategy=strategy.to_json(),
@@ -114,6 +120,7 @@ def _distance(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> D
             device=device.name,
             usable_bytes=usable_share * device.memory_bytes,
             device_bytes=memory.total / usable_share,
+            fits_with_optimizer_on_host=has_room and on_device <= usable_share,
             remedies=[],
         )
         for rank, (memory, device) in enumerate(held)

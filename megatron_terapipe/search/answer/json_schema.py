@@ -182,6 +182,8 @@ class DistancePart(Part):
     """Bytes of it that may be used."""
     device_bytes: float
     """Memory of a device that it would fit."""
+    fits_with_optimizer_on_host: bool
+    """Whether it fits with the optimizer state of each device in the memory of its host."""
     remedies: list[RemedyPart]
     """Single changes with which a strategy fits, each the smallest that was found."""
 

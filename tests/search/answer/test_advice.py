@@ -144,7 +144,10 @@ def test_missing_memory_and_remedies() -> None:
     assert "of 950 MB that a fast has (5 % kept free); it would fit with 8 such devices (4 nodes) or " in text
     assert "or --seq-length 256 or --key-value-gradients bf16 or --recompute free or devices of " in text
     (note,) = advice_notes(AdvicePart.of(distance_to_fit=part), problem)
-    assert "framework 3.5 GB" in note and note.endswith("of 950 MB")
+    assert "framework 3.5 GB" in note and "of 950 MB. With the optimizer state in the memory of the host (" in note
+    offloaded = part.model_copy(update={"fits_with_optimizer_on_host": True})
+    (other,) = advice_notes(AdvicePart.of(distance_to_fit=offloaded), problem)
+    assert "it would not fit either: " in note and "it would fit: " in other
 
 
 WORKLOAD = read_workload("gpt3-6.7b", {})

@@ -36,6 +36,11 @@ def test_nearest_strategy_needs_the_least_memory() -> None:
     )
     assert nearest is not None and nearest.memory["total"] == pytest.approx(least)
     assert nearest.usable_bytes == pytest.approx(0.95 * 3e9)
+    # The memory of a device decides whether the rest fits without the optimizer state.
+    bytes_left = nearest.memory["total"] - nearest.memory["optimizer"]
+    for factor, fits in ((1.001, True), (0.999, False)):
+        found = nearest_to_fitting(short(factor * bytes_left / 0.95), FEW, Pricing)
+        assert found is not None and found.fits_with_optimizer_on_host == fits
 
 
 def test_every_remedy_makes_it_fit() -> None:
