@@ -321,17 +321,18 @@ class Calibration:
         """Return this calibration on a cluster: constants of links that the trials did not run on are the defaults."""
         if self.efficiency is None:
             return self
+        if self.inside_bandwidths is None:
+            note = (
+                "the links that the trials ran on are not recorded: calibrate again to compare them with this cluster's"
+            )
+            return replace(self, notes=(*self.notes, note))
         found, efficiency, defaults = self, self.efficiency, HardwareEfficiency()
         inside, network = bandwidths([cluster])
         for where, names, trials, wanted in (
             ("inside nodes", INSIDE, self.inside_bandwidths, inside),
             ("of nodes to the network", NETWORK, self.network_bandwidths, network),
         ):
-            if trials == () or all(any(1 / ALIKE <= one / rate <= ALIKE for one in trials or ()) for rate in wanted):
-                continue
-            if trials is None:
-                note = f"the links {where} that the trials ran on are not recorded: calibrate again to compare them"
-                found = replace(found, notes=(*found.notes, note))
+            if not trials or all(any(1 / ALIKE <= one / rate <= ALIKE for one in trials) for rate in wanted):
                 continue
             had, has = (" and ".join(f"{rate / 1e9:.3g} GB/s" for rate in rates) for rates in (trials, wanted))
             note = (
