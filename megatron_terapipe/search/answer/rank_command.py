@@ -316,9 +316,10 @@ def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchRe
         )
     if strategy.global_batch_size != problem.global_batch_size:
         yield f"Its batch of {strategy.global_batch_size} sequences is not the one that was searched for."
-    interleaves = strategy.schedule == "interleaved" and strategy.num_model_chunks > 1 < strategy.num_token_slices
+    interleaves = strategy.num_model_chunks > 1 < strategy.num_token_slices
     if interleaves and not problem.may_interleave_slices:
-        yield f"The search tries {UNPROVEN}: --schedule interleaved --num-token-slices {strategy.num_token_slices}."
+        flags = f"--schedule {strategy.schedule} --num-token-slices {strategy.num_token_slices}"
+        yield f"The search tries {UNPROVEN}: {flags}."
     stages = {entry.strategy.zero_stage for entry in result.entries}
     if problem.precision == "bf16" and stages and strategy.zero_stage < min(stages):
         yield "ZeRO 0 adds bf16 gradients up in bf16, with few digits: set --zero-stage 0 to search it."

@@ -41,7 +41,7 @@ class SearchProblem:
     memory_headroom: float = MEMORY_HEADROOM
     """Share of every device's memory that strategies leave free, in [0, 1)."""
     interleaves_token_slices: bool = False
-    """Whether flags name interleaved schedules and token slices, or trials on such devices have both together."""
+    """Whether flags name schedules and token slices, or trials on such devices have model chunks and token slices."""
     _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
@@ -55,7 +55,7 @@ class SearchProblem:
 
     @property
     def may_interleave_slices(self) -> bool:
-        """Whether interleaved schedules are tried with token slices: also on CPUs, where they were measured."""
+        """Whether several model chunks are tried with token slices: also on CPUs, where they were measured."""
         return self.interleaves_token_slices or not any(node.device.is_gpu for node in self.cluster.nodes)
 
     @cached_property

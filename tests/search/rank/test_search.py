@@ -168,6 +168,8 @@ ON_CPUS = Cluster(nodes=tuple(replace(node, device=replace(FAST, is_gpu=False)) 
         (small_cluster(), {"schedule": ("1f1b", "interleaved")}, False, False),
         (small_cluster(), {"num_token_slices": (1, 4)}, False, False),
         (small_cluster(), {"schedule": ("1f1b", "interleaved"), "num_token_slices": (1, 4)}, False, True),
+        (small_cluster(), {"schedule": ("breadth-first",)}, False, False),
+        (small_cluster(), {"schedule": ("breadth-first",), "num_token_slices": (1, 4)}, False, True),
         (small_cluster(), {}, True, True),
         (ON_CPUS, {}, False, True),
     ],
@@ -186,13 +188,14 @@ def test_interleaved_token_slices_are_tried_where_trials_flags_or_cpus_have_them
     for legal in legal_grids(problem, choices, SearchCounts()):
         for order, _, _, count, *_ in np.argwhere(legal.legal):
             pairs.add((*legal.grid.order[order], legal.grid.token_slices[count]))
-    interleaved = [count for schedule, model_chunks, count in pairs if schedule == "interleaved" and model_chunks > 1]
-    assert interleaved or "schedule" not in constraints
-    assert (max(interleaved) > 1) == is_tried
+    for name in ("interleaved", "breadth-first"):
+        counts = [count for schedule, model_chunks, count in pairs if schedule == name and model_chunks > 1]
+        assert counts or name not in choices["schedule"]
+        assert (max(counts, default=1) > 1) == (is_tried and bool(counts))
     pipelined = Strategy(pipeline_parallel_size=4, global_batch_size=8)
     winner = Ranked(strategy=pipelined, prediction=costs.pricing_on(cluster).predict(pipelined))
     found = with_interleaved_slices(winner, problem, constraints, costs.pricing_on)
-    assert is_tried == (found is None)
+    assert (is_tried or "interleaved" not in choices["schedule"]) == (found is None)
     assert found is None or found.strategy.num_token_slices > 1 < found.strategy.num_model_chunks
 
 
