@@ -83,7 +83,7 @@ def test_auto_and_the_commands_agree(case: Case, tmp_path: Path) -> None:
     assert predicted.iteration_time_s == pytest.approx(answer["best"]["iteration_time_s"], rel=1e-12)
 
     pins = "--pipeline-parallel-size 4 --data-parallel-size 2 --num-token-slices 3 --schedule 1f1b --zero-stage 1 "
-    pins += "--num-model-chunks 1 --recompute none --stage-partition uniform --sequence-parallel off"
+    pins += "--num-model-chunks 1 --recompute none --stage-partition uniform --sequence-parallel off --all-variants"
     batch = ["--global-batch-size", str(case.sizes["global_batch_size"])]
     batch += ["--micro-batch-size", str(case.sizes["micro_batch_size"])]
     ranking = tmp_path / "ranking.json"
