@@ -43,8 +43,9 @@ def test_found_token_slices_are_better_than_equal_and_balanced_ones(name: str) -
     found = found_for(f"{words} auto")
     assert len(found.token_slices()) == 6
     assert all(length % 16 == 0 for length in found.token_slices().lengths)
-    for other in (parse(f"{words} balanced"), parse(f"--pipeline-schedule {name} --num-token-slices 6")):
-        assert makespan(found) < makespan(other)
+    assert makespan(found) < makespan(parse(f"--pipeline-schedule {name} --num-token-slices 6"))
+    # Balanced lengths are multiples of 16 tokens, those that are searched of 32.
+    assert makespan(found) < 1.001 * makespan(parse(f"{words} balanced"))
 
 
 def test_without_a_number_the_best_one_is_found() -> None:
