@@ -45,6 +45,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.documents import read_document, short, suggestion
 from megatron_terapipe.search.machine.entries import fault, place
 from megatron_terapipe.search.machine.software import (
+    ELEMENT_BYTES,
     NOTHING,
     ONLY_OURS,
     WITH_PIPELINES,
@@ -274,15 +275,9 @@ FSDP = Software(
     bucket_elements=0,
     states=tuple(
         StateBytes(
-            precision,
-            3,
-            weights=4,
-            gradients=4,
-            optimizer=8,
-            divided=("weights", "gradients", "optimizer", "step"),
-            bucket=4 if precision == "fp32" else 2,
+            name, 3, weights=4, gradients=4, optimizer=8, divided=("weights", "gradients", "optimizer"), bucket=size
         )
-        for precision in ("fp32", "fp16", "bf16", "fp8")
+        for name, size in ELEMENT_BYTES.items()
     ),
 )
 

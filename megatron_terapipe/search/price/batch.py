@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved, reachable_bandwidth
-from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
+from megatron_terapipe.search.price.layer_times import ScalarOrArray
 from megatron_terapipe.search.price.links import (
     BoundaryLinks,
     GroupTopology,
@@ -45,6 +45,7 @@ from megatron_terapipe.search.price.stages import (
     PlacedStrategy,
     StageOps,
     on_slowest_device,
+    op_sizes,
     stage_ops,
 )
 from megatron_terapipe.search.price.step import CoveringOps, exposed_reduction_s, step_costs
@@ -171,7 +172,7 @@ NUMBERS = (
     "num_token_slices",
     "num_model_chunks",
 )
-"""Numbers of a strategy that the formulas read; the data-parallel size is in the links of its groups."""
+"""Numbers of a strategy that the formulas read, first those of `OpSizes`; the data-parallel size is in links."""
 
 
 def batch_key(model: "CostModel", strategy: Strategy) -> tuple[object, ...]:
@@ -363,17 +364,8 @@ class StrategyBatch:
         prices = replace(model.prices, op_times=op_times, efficiency=efficiency)
         lengths = strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths])[:, None] / model.workload.seq_length
-        sizes = OpSizes(
-            tensor_parallel_size=self.numbers["tensor_parallel_size"],
-            sequence_parallel_size=self.numbers["sequence_parallel_size"],
-            expert_parallel_size=self.numbers["expert_parallel_size"],
-            micro_batch_size=self.numbers["micro_batch_size"],
-            start=bounds[:-1],
-            end=bounds[1:],
-            recompute=strategy.recompute,
-            sequence_parallel=strategy.sequence_parallel,
-            key_value_gradients=strategy.key_value_gradients,
-        )
+        numbers = {name: self.numbers[name] for name in NUMBERS[:4]}
+        sizes = replace(op_sizes(strategy, bounds[:-1], bounds[1:]), **numbers)  # type: ignore[arg-type]
         whole_micro_batch = np.zeros((len(StageOps._fields), *self.parameters.shape))
         first_token_slice = np.zeros_like(whole_micro_batch)
         for kind in replicas.kinds:

@@ -50,6 +50,7 @@ from megatron_terapipe.search.price.stages import (
     PlacedStrategy,
     StageOps,
     on_slowest_device,
+    op_sizes,
     pipeline_shape,
     stage_ops,
 )
@@ -283,7 +284,7 @@ class CostModel:
     def stage_ops(self, placed: PlacedStrategy) -> Floats:
         """Return the seconds of the ops of one micro-batch, without messages: [7 parts of `StageOps`, stages, S]."""
         shares = placed.shares
-        sizes = placed.sizes(shares[:-1], shares[1:])
+        sizes = op_sizes(placed.strategy, shares[:-1], shares[1:])
         return self.priced_stages(placed, sizes, key=(*placed.key, shares.tobytes()))
 
     def priced_stages(

@@ -90,11 +90,6 @@ class Prior(Generic[Constants]):
         values = zip(self.names, logs, strict=True)
         return _with_values(self.start, {name: _value(self.start, name) * float(np.exp(log)) for name, log in values})
 
-    def only(self, which: NDArray[np.bool_]) -> "Prior[Constants]":
-        """Return the prior of the constants marked in `which` [constants]; the others stay as they are."""
-        names = tuple(name for name, chosen in zip(self.names, which, strict=True) if chosen)
-        return replace(self, names=names, widths=self.widths[which], most=self.most[which])
-
 
 def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
     """Return the constants with `logarithm` added to the logarithms of some."""

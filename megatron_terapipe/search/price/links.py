@@ -8,9 +8,8 @@ On a mixed cluster the replicas of a pipeline may be on unlike nodes. Within an 
 
 A ring of n ranks sends (n - 1)/n of the bytes over each of its links, twice for an all-reduce, in as many steps
 (Thakur, Rabenseifner, Gropp 2005, section 4.5; NCCL's own accounting of bus bandwidth). A ring over several nodes is
-as fast as its slowest link. Its steps inside nodes wait for a latency of the inside link, those between nodes for one
-of the network; NCCL climbs a tree between many nodes, so that their latencies grow with the logarithm (NVIDIA,
-Massively Scale Your Deep Learning Training with NCCL 2.4).
+as fast as its slowest link. All-reduces climb a tree between many nodes, so that their latencies grow with the
+logarithm (NVIDIA, Massively Scale Your Deep Learning Training with NCCL 2.4).
 
 All-reduces between two nodes do not ring: each node sums inside and exchanges its sum with the other, so that a
 network card carries the bytes once, not 2 (n - 1)/n times (NCCL's trees; github.com/NVIDIA/nccl-tests/issues/196).
@@ -437,11 +436,7 @@ def reduce_scatter_s(
     efficiency: HardwareEfficiency,
     messages: ScalarOrArray = 1.0,
 ) -> ScalarOrArray:
-    """Seconds until each rank has its part of the sum of `num_bytes`; arguments broadcast.
-
-    Args:
-        messages: number of messages that the bytes are divided into.
-    """
+    """Seconds until each rank has its part of the sum of `num_bytes`, in so many messages; arguments broadcast."""
     round_s = _round_s(num_bytes, topology, efficiency, messages=messages)
     return np.where(np.greater(topology.size, 1), round_s + messages * efficiency.collective_s, 0.0)
 
@@ -456,7 +451,7 @@ def all_reduce_s(
     efficiency: HardwareEfficiency,
     messages: ScalarOrArray = 1.0,
 ) -> ScalarOrArray:
-    """Seconds until each rank has the sum of `num_bytes`; arguments broadcast, `messages` as above."""
+    """Seconds until each rank has the sum of `num_bytes`; in so many messages; arguments broadcast."""
     size = np.maximum(topology.size, 1)
     round_s = _round_s(num_bytes, topology, efficiency, carried_by_network(size, topology.num_nodes), messages)
     return np.where(np.greater(topology.size, 1), 2 * round_s + messages * efficiency.collective_s, 0.0)

@@ -96,7 +96,8 @@ class Surface:
         sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
         seconds = _monotonic(sizes, starts, ends - starts, seconds)
         coefficients = _fit(np.stack(terms(sizes, starts, ends, window), axis=1), seconds)
-        log_factors = np.log(seconds / _fitted(coefficients, sizes, starts, ends, window=window))
+        plain = cls(coefficients, np.unique(sizes).astype(float), (), window)
+        log_factors = np.log(seconds / plain._fitted(sizes, starts, ends))
         found = []
         for size in np.unique(sizes):
             lengths = np.unique((ends - starts)[sizes == size])
@@ -109,7 +110,7 @@ class Surface:
                     tuple(log_factors[row] for row in rows),
                 )
             )
-        return cls(coefficients, np.unique(sizes).astype(float), tuple(found), window)
+        return replace(plain, by_size=tuple(found))
 
     def __call__(
         self, micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, *, parts: ScalarOrArray = 1.0
@@ -123,7 +124,8 @@ class Surface:
     def _fitted(
         self, size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, parts: ScalarOrArray = 1.0
     ) -> Numbers:
-        return _fitted(self.coefficients, size, start, end, parts, window=self.window)
+        fixed, *others = map(np.multiply, self.coefficients, terms(size, start, end, self.window))
+        return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
 
     def _log_factor(self, size: float, held: _Lengths, start: Numbers, end: Numbers) -> Numbers:
         """Logarithm of measured over fitted time, for micro-batches of a measured size."""
@@ -161,19 +163,6 @@ def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[
     first = np.take_along_axis(values, below[None], 0)[0]
     second = np.take_along_axis(values, above[None], 0)[0]
     return cast(Numbers, first + weight * (second - first))
-
-
-def _fitted(
-    coefficients: Numbers,
-    size: ScalarOrArray,
-    start: ScalarOrArray,
-    end: ScalarOrArray,
-    parts: ScalarOrArray = 1.0,
-    *,
-    window: int | None = None,
-) -> Numbers:
-    fixed, *others = map(np.multiply, coefficients, terms(size, start, end, window))
-    return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
 
 
 def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:

@@ -277,7 +277,8 @@ class Roofline:
         if layer.kind == "head":
             parts.append(self._loss(layer, device, tp, rows))
             if self.software.logits_at_once is not None:
-                twice = self._logits_again(layer, tp, query.sequences)
+                logits = query.sequences * layer.tokens * sum(product.outputs for product in layer.products) / tp
+                twice = logits_computed_again(logits, self.software.logits_at_once)  # type: ignore[arg-type]
                 # Logits are not kept: the gradients of the head's weight are computed with those of its input.
                 parts = [
                     part._replace(
@@ -573,12 +574,6 @@ class Roofline:
         vocabulary = sum(product.outputs for product in layer.products) / tp
         logits = rows * vocabulary * np.where(np.equal(tp, 1), self.efficiency.whole_loss_factor, 1.0)
         return self._operator(self.software.operators.loss, device, logits)
-
-    def _logits_again(self, layer: Layer, tp: ScalarOrArray, sequences: ScalarOrArray) -> ScalarOrArray:
-        """Share of the logits of a micro-batch that are recomputed."""
-        assert self.software.logits_at_once is not None
-        vocabulary = sum(product.outputs for product in layer.products) / tp
-        return logits_computed_again(sequences * layer.tokens * vocabulary, self.software.logits_at_once)  # type: ignore[arg-type]
 
     def _embedding(self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
         """Looking rows up, and a gradient of the table, which is added to the sum; a dense one as a whole."""

@@ -1,7 +1,4 @@
-"""The makespan of a schedule, simulated op by op, and the parts of an iteration's time on the busiest pipeline rank.
-
-Beyond `MOST_OPS` the makespan is extrapolated from two smaller numbers of micro-batches.
-"""
+"""The makespan of a schedule, simulated op by op, and the parts of an iteration's time on the busiest pipeline rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,8 +59,8 @@ class ScheduleSimulator:
     ) -> SimulatedTime:
         """Return the makespan of a schedule, in the seconds of its costs.
 
-        Beyond `MOST_OPS` it is simulated for two smaller numbers of micro-batches, a period apart. Once the pipeline is
-        full every period takes the same time, that of the slowest rank, so the rest is a straight line.
+        Beyond `MOST_OPS` it is extrapolated from two smaller numbers of micro-batches, a period apart. Once the
+        pipeline is full every period takes the same time, that of the slowest rank, so the rest is a straight line.
 
         Args:
             token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
@@ -112,13 +109,9 @@ class ScheduleSimulator:
     ) -> SimulatedTime:
         from deepspeed_ext.plan.solve.orders import optimise
 
-        def makespan(each: PipelineShape) -> float:
-            return optimise(
-                each, costs, memory_limit=memory_limit, lengths=token_slices.lengths, effort=EFFORT
-            ).makespan
-
+        search = partial(optimise, costs=costs, memory_limit=memory_limit, lengths=token_slices.lengths, effort=EFFORT)
         count, period = SEARCHED_PERIODS * shape.num_ranks, shape.num_ranks
-        seconds = _on_a_line(shape, count, period, makespan)
+        seconds = _on_a_line(shape, count, period, lambda each: search(each).makespan)
         return SimulatedTime(seconds, seconds, notes=_notes_of_line(shape, count, period))
 
     def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:

@@ -395,19 +395,20 @@ class PlacedStrategy:
         sizes = one.micro_batch_size, one.sequence_parallel_size, one.expert_parallel_size
         return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients
 
-    def sizes(self, start: Floats, end: Floats) -> OpSizes:
-        """Return the sizes of ops of token slices, from their bounds [token slices]."""
-        return OpSizes(
-            tensor_parallel_size=float(self.strategy.tensor_parallel_size),
-            sequence_parallel_size=float(self.strategy.sequence_parallel_size),
-            expert_parallel_size=float(self.strategy.expert_parallel_size),
-            micro_batch_size=float(self.strategy.micro_batch_size),
-            start=start,
-            end=end,
-            recompute=self.strategy.recompute,
-            sequence_parallel=self.strategy.sequence_parallel,
-            key_value_gradients=self.strategy.key_value_gradients,
-        )
+
+def op_sizes(strategy: Strategy, start: Floats, end: Floats) -> OpSizes:
+    """Return the sizes of ops of token slices, from their bounds [token slices] as shares of the sequence."""
+    return OpSizes(
+        tensor_parallel_size=float(strategy.tensor_parallel_size),
+        sequence_parallel_size=float(strategy.sequence_parallel_size),
+        expert_parallel_size=float(strategy.expert_parallel_size),
+        micro_batch_size=float(strategy.micro_batch_size),
+        start=start,
+        end=end,
+        recompute=strategy.recompute,
+        sequence_parallel=strategy.sequence_parallel,
+        key_value_gradients=strategy.key_value_gradients,
+    )
 
 
 def pipeline_shape(strategy: Strategy) -> PipelineShape:

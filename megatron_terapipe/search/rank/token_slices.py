@@ -40,6 +40,7 @@ from megatron_terapipe.search.price.stages import (
     SPLIT_SCHEDULES,
     WEIGHT_GRADIENT,
     PlacedStrategy,
+    op_sizes,
     pipeline_shape,
 )
 from megatron_terapipe.search.rank.grid_times import different_rows, kind_of_rank
@@ -92,7 +93,7 @@ class TabulatedCosts:
         points = grid.points
         first, last = np.triu_indices(len(points), 1)
         placed = cost_model.placed(strategy)
-        sizes = placed.sizes(points[first] / grid.seq_length, points[last] / grid.seq_length)
+        sizes = op_sizes(placed.strategy, points[first] / grid.seq_length, points[last] / grid.seq_length)
         # The slowest device is that of all tokens in one token slice.
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
