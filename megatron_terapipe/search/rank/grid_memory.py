@@ -11,8 +11,7 @@ is valid whichever ranks are left out. A rank holds most as a backward starts af
 token slices are live on rank i. `price.activations.peak_held` counts the same op by op for strategies that may win.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,28 +85,14 @@ class GridMemory:
         self._working = working
         """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
 
-    def fullness(
-        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], *, only_possible: bool = False
-    ) -> Floats:
-        """Return a lower bound of the fullest device of each strategy, as a share of its memory: [grid].
+    def fullness(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> Floats:
+        """Return a lower bound of the fullest device, as a share of its memory: [grid]; infinite for too large states.
 
         Args:
-            only_possible: strategies with too large states have infinity.
-        """
-        shares = np.full(self._grid.shape, np.inf)
-        for place, total, limit in self._totals(groups, counts, only_possible=only_possible):
-            shares[place] = np.max(total / limit, axis=0)
-        return shares
-
-    def _totals(
-        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], *, only_possible: bool = False
-    ) -> Iterator[tuple[tuple[Any, ...], Floats, Floats]]:
-        """Yield [ranks, B, S, R, Q] bytes, the place in the grid that has them, and bytes of the devices.
-
-        Args:
-            only_possible: leave out strategies with too large states.
+            counts: by model chunks and place on the axis `partition`.
         """
         grid, overheads = self._grid, self._model.overheads
+        shares = np.full(grid.shape, np.inf)
         smallest = np.array([device.memory_bytes for device in groups.smallest])
         for (model_chunks, place), found in counts.items():
             ranks = _ranks_to_look_at(found)
@@ -117,13 +102,14 @@ class GridMemory:
                 states = self._model.states(
                     *parameters, layout=grid.layout, zero_stage=zero_stage, zero_shard_size=size
                 )
-                if only_possible and np.any(total_bytes(states, overheads) > capacity):
+                if np.any(total_bytes(states, overheads) > capacity):
                     continue
                 for order, (schedule, its_model_chunks) in enumerate(grid.order):
                     if its_model_chunks == model_chunks:
                         total = self._total(found, ranks, schedule, zero, states)
                         # Ranks lead, so that numbers of each broadcast against the axes of the grid.
-                        yield (order, place, ..., zero), total, capacity.reshape(-1, 1, 1, 1, 1)
+                        shares[order, place, ..., zero] = np.max(total / capacity.reshape(-1, 1, 1, 1, 1), axis=0)
+        return shares
 
     def _total(self, counts: LayerCounts, ranks: list[int], schedule: str, zero: int, states: Counted) -> Floats:
         """[ranks, B, S, R, Q] bytes at the peak, at least."""

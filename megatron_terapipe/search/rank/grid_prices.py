@@ -143,21 +143,15 @@ def _price(
     cost_model = pricing.cost_model
     groups = cost_model.groups_of(grid.layout)
     partitions = _partitions(problem, found, groups, tables, cost_model.counter)
-    counts = {
-        key: cost_model.counter.count(
-            partition,
-            grid.layout.pipeline_parallel_size,
-            grid.layout.tensor_parallel_size,
-            grid.layout.expert_parallel_size,
-        )
-        for key, partition in partitions.items()
-    }
+    layout = grid.layout
+    sizes = layout.pipeline_parallel_size, layout.tensor_parallel_size, layout.expert_parallel_size
+    counts = {key: cost_model.counter.count(partition, *sizes) for key, partition in partitions.items()}
     # Pairs of a schedule and a rule that have a stage partition of their own.
     own = [
         [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
     ]
     legal = found.legal & grid.along(("order", "partition"), own)
-    fullness = memory.fullness(groups, counts, only_possible=True)
+    fullness = memory.fullness(groups, counts)
     fits, roomy = legal & (fullness <= 1), legal & (fullness <= 1 - problem.memory_headroom)
     if not fits.any():
         return None, np.stack([legal, fits, roomy, fits])
@@ -211,11 +205,7 @@ def _partitions(
                     times = layer_times(counter, replace(grid, **one_value), groups, tables)
                 micro_batches = int(grid.num_micro_batches.max())
                 partition = balanced_partition(problem, times, ranks, model_chunks, micro_batches)
-                if all(
-                    partition != other
-                    for (its_model_chunks, _), other in found.items()
-                    if its_model_chunks == model_chunks
-                ):
+                if all(key[0] != model_chunks or partition != other for key, other in found.items()):
                     found[model_chunks, place] = partition
             else:
                 found[model_chunks, place] = problem.partition(rule, ranks * model_chunks)

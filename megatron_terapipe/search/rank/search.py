@@ -75,26 +75,22 @@ def refined(
     progress: ProgressCallback = no_progress,
 ) -> list[Ranked]:
     """Return improvements of the best strategies that leave the headroom free. Flags stay fixed."""
-    found: list[Ranked] = []
-
-    def keep(entry: Ranked | None) -> None:
-        if entry is not None:
-            found.append(entry)
-
+    found: list[Ranked | None] = []
     best = rows(entries, problem.workload.seq_length)[:top]
     tried = list(_worth_cutting(best, problem, choices))[: max(1, round(MOST_CUTS * effort))]
     for number, entry in enumerate(tried):
         progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
-        keep(_with_solved_cut(entry, problem, pricing, choices))
+        found.append(_with_solved_cut(entry, problem, pricing, choices))
     if SOLVED in choices["stage_partition"]:
-        for entry in rows([*best, *found], problem.workload.seq_length)[:top]:
-            keep(_with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster)))
+        for entry in rows([*best, *filter(None, found)], problem.workload.seq_length)[:top]:
+            pricing = pricing_on(entry.cluster_in_order or problem.cluster)
+            found.append(_with_solved_stages(entry, problem, pricing))
     if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
         progress(0, 1, "order of nodes")
-        winner = ranked_in_order([*best, *found])[0]
-        keep(_with_better_order(winner, problem, pricing_on, round(MOST_ORDERS * effort)))
-    return found
+        winner = ranked_in_order([*best, *filter(None, found)])[0]
+        found.append(_with_better_order(winner, problem, pricing_on, round(MOST_ORDERS * effort)))
+    return list(filter(None, found))
 
 
 def _worth_cutting(best: Sequence[Ranked], problem: SearchProblem, choices: Choices) -> Iterator[Ranked]:

@@ -137,7 +137,7 @@ def _sum_of_fills(times: StageTimes, threshold: float) -> float:
     return float(_reach(times, threshold)[-1][-1])
 
 
-def _reach(times: StageTimes, threshold: float) -> list["Numbers"]:
+def _reach(times: StageTimes, threshold: float) -> list[Numbers]:
     """[num_stages + 1][L + 1]: the least sum of fills of the first stages, if they hold the first layers."""
     start = np.full(times.num_layers + 1, np.inf)
     start[0] = 0.0
@@ -159,10 +159,7 @@ def _path(times: StageTimes, threshold: float) -> tuple[int, ...]:
     return tuple(reversed(bounds))
 
 
-Floats = NDArray[np.float64]
-
-
-def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> Floats:
+def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> Numbers:
     """Return the seconds of forward and backward of a micro-batch, of each layer on each pipeline rank: [P, layers]."""
     times = np.empty((len(groups.devices), len(counter.kind_of_layer)))
     for kind in groups.kinds:
@@ -173,7 +170,7 @@ def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, t
 
 
 def balanced_partition(
-    problem: SearchProblem, layer_times_s: Floats, num_ranks: int, model_chunks: int, num_micro_batches: int
+    problem: SearchProblem, layer_times_s: Numbers, num_ranks: int, model_chunks: int, num_micro_batches: int
 ) -> StagePartition:
     """Deal the layers of a model to stages.
 
@@ -196,7 +193,7 @@ def balanced_partition(
     return solve(stage_times(stage_rows, num_stages), num_micro_batches)[0]
 
 
-def _alike(each_s: Floats, ends_s: Floats, num_layers: int, model_chunks: int) -> list[int]:
+def _alike(each_s: Numbers, ends_s: Numbers, num_layers: int, model_chunks: int) -> list[int]:
     """Layers of each stage, first to last."""
     ranks = len(each_s)
     layers = [model_chunks] * ranks
