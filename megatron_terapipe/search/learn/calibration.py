@@ -34,6 +34,7 @@ from megatron_terapipe.search.learn.fit import (
     FittedEfficiency,
     GroupEffects,
     Sample,
+    cost_model_of,
     fit_constants,
     fit_efficiency,
     kind_of,
@@ -64,9 +65,7 @@ USUAL_RESIDUAL_SD = 0.05
 published trials of several clusters."""
 
 USUAL_GROUPS = 4  # groups that it weighs as much as: trials of few groups may agree with a fit by chance
-SURE = (
-    2.0  # standard errors by which groups must be predicted worse, each by a fit without it, for a fit to be left out
-)
+SURE = 2.0  # standard errors by which groups must be predicted worse, by fits without them, to leave a fit out
 NORMAL = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 PRIOR_GROUPS = 2
@@ -230,7 +229,7 @@ def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, float, 
     if not len(sample):
         return None, MEMORY_NOISE, 0
     prior = Prior.of(default_overheads(sample.trials[0].cluster, sample.trials[0].software))
-    logs, _ = fit_constants(
+    logs = fit_constants(
         lambda logs: sample.errors(prior.at(logs)), prior, noise=MEMORY_NOISE, large=MEMORY_LARGE, max_nfev=60
     )
     overheads = prior.at(logs)
@@ -444,21 +443,12 @@ def _factor_slopes(
 
 
 def cost_model_on(
-    profile: Profile,
-    trial: Trial,
-    *,
-    efficiency: HardwareEfficiency | None = None,
-    op_times: OpTimes | None = None,
+    profile: Profile, trial: Trial, op_times: OpTimes, efficiency: HardwareEfficiency | None = None
 ) -> CostModel:
     """Return the cost model of a trial with the op times and links of a profile."""
-    return CostModel(
-        trial.workload,
-        measured_cluster(profile, trial.cluster),
-        software=trial.software,
-        efficiency=measured_efficiency(profile, trial.cluster, efficiency, trial.software),
-        op_times=op_times or MeasuredProfile(profile),
-        precision=trial.precision,
-    )
+    efficiency = measured_efficiency(profile, trial.cluster, efficiency, trial.software)
+    on_links = replace(trial, cluster=measured_cluster(profile, trial.cluster))
+    return cost_model_of(on_links, efficiency=efficiency, op_times=op_times)
 
 
 def calibrate_on_profile(
@@ -485,10 +475,10 @@ def calibrate_on_profile(
     left_out = len(trials) - len(covered)
     notes = (f"{left_out} trials are of models that the profile does not cover, and are left out",) if left_out else ()
     op_times = RememberedTimes(measured)
-    sample = Sample(covered, lambda one: cost_model_on(profile, one, op_times=op_times))
+    sample = Sample(covered, lambda one: cost_model_on(profile, one, op_times))
     factors, intervals = ProfileFactors(), uncalibrated(FACTORS)
     if len(sample):
-        measured_logs, logs = np.log(sample.measured), np.zeros(len(FACTORS.names))
+        logs = np.zeros(len(FACTORS.names))
 
         def log_times(factors: ProfileFactors) -> Floats:
             return np.asarray(np.log(sample.simulated(lambda model: model.with_factors(factors))))
@@ -499,13 +489,12 @@ def calibrate_on_profile(
 
             def errors_on_lines(logs: Floats, slopes: Floats = slopes, line: Floats = times - slopes @ logs) -> Floats:
                 """[n] log(predicted / measured), where the logarithms of times are straight lines."""
-                errors = line - measured_logs + slopes @ logs
-                return np.where(sample.cut_off & (errors > 0), 0.0, errors)
+                return sample.errors(np.exp(line + slopes @ logs))
 
-            logs, _ = fit_constants(errors_on_lines, FACTORS)
+            logs = fit_constants(errors_on_lines, FACTORS)
         factors, seen = FACTORS.at(logs), ~sample.cut_off
         if seen.any():
-            errors, slopes = (log_times(factors) - measured_logs)[seen], slopes[seen]
+            errors, slopes = (log_times(factors) - np.log(sample.measured))[seen], slopes[seen]
             precision = slopes.T @ slopes / NOISE**2 + np.diag(FACTORS.widths**-2.0)
             alone = GroupEffects(range(len(errors)), share=0.0, offset=0.0)
             spread = residual_sd_of(errors, precision, FACTORS)

@@ -203,27 +203,19 @@ def read_calibrations(path: str) -> list[Calibration]:
     """Read a calibration file."""
     found = []
     for one in read_entry(CalibrationsEntry, read_document(path), path).calibrations:
-        values = one.model_dump()
-        physics, memory = values.pop("physics"), values.pop("memory_physics")
-        physics = {name: tuple(value) if isinstance(value, list) else value for name, value in physics.items()}
-        values |= {name: None if values[name] is None else tuple(values[name]) for name in LISTS}
+        values = _with_tuples(one.model_dump())
         for name in ("intervals", "other_kinds"):
-            each = values[name]
-            values[name] = each and Intervals(
-                **{
-                    **each,
-                    "parameter_names": tuple(each["parameter_names"]),
-                    "covariance": np.array(each["covariance"]),
-                }
-            )
-        found.append(
-            Calibration(
-                **values,
-                efficiency=HardwareEfficiency(**physics),
-                memory_overheads=None if memory is None else MemoryOverheads(**memory),
-            )
-        )
+            if (each := values[name]) is not None:
+                covariance = np.array(each["covariance"])
+                values[name] = Intervals(**_with_tuples(each) | {"covariance": covariance})
+        values["efficiency"] = HardwareEfficiency(**_with_tuples(values.pop("physics")))
+        memory = values.pop("memory_physics")
+        found.append(Calibration(**values, memory_overheads=None if memory is None else MemoryOverheads(**memory)))
     return found
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:

@@ -38,7 +38,7 @@ hundreds of trials of one kind are one group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -159,13 +159,9 @@ class GroupEffects:
         return found, expected + (slopes**2) @ (self.share * widths) ** 2 + self.offset**2
 
 
-def on_data_sheets(simulator: ScheduleSimulator) -> Callable[[Trial], CostModel]:
-    """Return a function from a trial to its cost model by the data sheets of its devices."""
-
-    def make(one: Trial) -> CostModel:
-        return CostModel(one.workload, one.cluster, software=one.software, precision=one.precision, simulator=simulator)
-
-    return make
+def cost_model_of(trial: Trial, **settings: Any) -> CostModel:
+    """Return the cost model of a trial by the data sheets of its devices."""
+    return CostModel(trial.workload, trial.cluster, software=trial.software, precision=trial.precision, **settings)
 
 
 class Sample:
@@ -177,7 +173,7 @@ class Sample:
 
     def __init__(self, trials: Sequence[Trial], make: Callable[[Trial], CostModel] | None = None) -> None:
         self.trials = [one for one in trials if one.least_time_s]
-        self.models = models_of(self.trials, make or on_data_sheets(ScheduleSimulator()))
+        self.models = models_of(self.trials, make or partial(cost_model_of, simulator=ScheduleSimulator()))
         self.measured = np.array([one.least_time_s for one in self.trials])
         self.cut_off = np.array([one.iteration_time_s is None for one in self.trials], dtype=bool)
 
@@ -235,33 +231,22 @@ def fit_constants(
     *,
     noise: float = NOISE,
     large: float = LARGE,
-    begin: Floats | None = None,
     **settings: Any,
-) -> tuple[Floats, Floats]:
-    """Return the most probable constants, and how surely the trials and the prior determine them.
+) -> Floats:
+    """Return the most probable [p] logarithms of constant / start.
 
     Args:
         errors: takes [p] logarithms of constant / start, and returns [n] log(predicted / measured).
         noise: standard deviation of the errors that right constants leave.
         large: error, in standard deviations, from which the loss grows no longer with its square.
-        begin: [p] logarithms that the fit begins with; None = those of the prior.
-
-    Returns:
-        [p] logarithms, and [p, p] the inverse of their covariance if the errors' standard deviation is `noise`.
     """
     from scipy.optimize import least_squares
 
     def residuals(logs: Floats) -> Floats:
         return np.concatenate([soft_l1(errors(logs) / noise, large), logs / prior.widths])
 
-    solution = least_squares(
-        residuals,
-        np.zeros(len(prior.names)) if begin is None else begin,
-        x_scale=prior.widths,
-        bounds=(-np.inf, prior.most + 1e-9),
-        **settings,
-    )
-    return solution.x, solution.jac.T @ solution.jac
+    start, bounds = np.zeros(len(prior.names)), (-np.inf, prior.most + 1e-9)
+    return np.asarray(least_squares(residuals, start, x_scale=prior.widths, bounds=bounds, **settings).x)
 
 
 def soft_l1(scaled: Floats, large: float) -> Floats:
@@ -282,18 +267,16 @@ def weights_of(scaled: Floats, large: float) -> Floats:
     return np.asarray(1 / np.sqrt(1 + (scaled / large) ** 2), dtype=np.float64)
 
 
-def residual_sd_of(
-    errors: Floats, precision: Floats, prior: Prior[Any], noise: float = NOISE, large: float = LARGE
-) -> float:
+def residual_sd_of(errors: Floats, precision: Floats, prior: Prior[Any]) -> float:
     """Standard deviation of the errors that a fit leaves, large ones counted as the fit does, its freedom taken off.
 
     Args:
         errors: [n] log(predicted / measured).
-        large: error, in standard deviations, from which the loss grows no longer with its square.
+        precision: [p, p], the inverse of the covariance of the logarithms of the constants.
     """
     # Of every constant the trials determine a part, and the prior the rest.
     determined = len(prior.names) - float(np.sum(np.diag(np.linalg.inv(precision)) / prior.widths**2))
-    counted = noise * soft_l1(errors / noise, large)
+    counted = NOISE * soft_l1(errors / NOISE, LARGE)
     return float(np.sqrt(np.sum(counted**2) / max(len(errors) - determined, 1.0)))
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from megatron_terapipe.search.learn.calibration import Calibration, cost_model_on, count_memory, device_memory_bytes
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
+from megatron_terapipe.search.learn.fit import cost_model_of
 from megatron_terapipe.search.learn.scores import (
     CLEAR_GAP,
     mean,
@@ -26,10 +27,9 @@ from megatron_terapipe.search.learn.scores import (
     top1_regret,
 )
 from megatron_terapipe.search.learn.trials import Trial
-from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile
+from megatron_terapipe.search.price.profile_times import MeasuredProfile
 from megatron_terapipe.search.price.workload import Workload
 
 
@@ -71,16 +71,10 @@ def predict_trials(
 def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[Predicted]:
     """Trials of one model on one cluster."""
     first = trials[0]
-    if profile is not None:
-        model = cost_model_on(profile, first, efficiency=calibration.efficiency)
+    if profile is None:
+        model = cost_model_of(first, efficiency=calibration.efficiency)
     else:
-        model = CostModel(
-            first.workload,
-            first.cluster,
-            software=first.software,
-            efficiency=calibration.efficiency or HardwareEfficiency(),
-            precision=first.precision,
-        )
+        model = cost_model_on(profile, first, MeasuredProfile(profile), calibration.efficiency)
     if calibration.factors is not None:
         model = model.with_factors(calibration.factors)
     memory_overheads = calibration.memory_overheads or default_overheads(first.cluster, first.software)
