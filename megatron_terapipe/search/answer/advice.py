@@ -80,7 +80,7 @@ def advise(
         **found,
         fewer_devices=[fewer_devices_part(part, entry, winner, problem, training) for part, entry in parts],
         sensitivity=sensitivity(result.contenders, pricing, costs.calibration),
-        utilization=check_utilization(winner, pricing.cost_model),
+        utilization=check_utilization(winner, problem),
         interleaved_slices=None if interleaved is None else found_order_part(interleaved, winner),
         found_order=None if order is None else found_order_part(order, winner),
     )

@@ -20,42 +20,28 @@ def model_flops(workload: Workload, *, causal: bool = False) -> float:
     return (1.0 + BACKWARD_PER_FORWARD) * sum(layer.model_flops(causal=causal) for layer in workload.layers)
 
 
-def flops_utilization(
-    strategy: Strategy,
-    workload: Workload,
-    cluster: Cluster,
-    iteration_time_s: float,
-    precision: str,
-    *,
-    causal: bool = False,
-) -> float:
-    """Return the share of the peak FLOP/s of the devices in use that the model takes, in [0, 1].
-
-    It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B); `causal` counts only the scores that are computed.
-    """
-    used = nodes_in_use(strategy, cluster).items()
-    peak = sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used)
-    flops = model_flops(workload, causal=causal) * strategy.num_sequences
-    return flops / (iteration_time_s * peak) if peak else 0.0
-
-
 def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float) -> Speed:
-    """Return the published figures that follow from the seconds of an iteration."""
-    workload, cluster = problem.workload, problem.cluster
+    """Return the published figures that follow from the seconds of an iteration.
+
+    The MFU is that of Chowdhery et al. (arXiv 2204.02311 appendix B), over the peak of the devices in use.
+    """
+    workload, nodes = problem.workload, problem.cluster.nodes
     tokens_per_s = strategy.num_sequences * workload.seq_length / iteration_time_s
     flops, causal_flops = (
         model_flops(workload, causal=causal) * strategy.num_sequences / iteration_time_s for causal in (False, True)
     )
-    asked = strategy, workload, cluster, iteration_time_s, problem.precision
-    peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)
+    used = nodes_in_use(strategy, problem.cluster).items()
+    peak = sum(count * nodes[index].device.peak_flops(problem.precision) for index, count in used)
+    peak_is_known = not any(is_guess(node.device.name) for node in nodes)
+    mfu, mfu_causal = (each / peak if peak else 0.0 for each in (flops, causal_flops))
     return Speed(
         iteration_time_s=iteration_time_s,
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / strategy.world_size,
         tflops_per_device=flops / strategy.world_size / 1e12,
         tflops_per_device_causal=causal_flops / strategy.world_size / 1e12,
-        mfu=flops_utilization(*asked) if peak_is_known else None,
-        mfu_causal=flops_utilization(*asked, causal=True) if peak_is_known else None,
+        mfu=mfu if peak_is_known else None,
+        mfu_causal=mfu_causal if peak_is_known else None,
     )
 
 
@@ -98,19 +84,18 @@ def share_text(share: float | None) -> str:
 
 def bytes_text(num_bytes: float) -> str:
     """Return bytes as text, in units of powers of 1000, as data sheets count them."""
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if num_bytes >= 0.9995 * scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes / 1e3:.3g} kB"
+    return _scaled(num_bytes, (1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB"))
 
 
 def count_text(number: float) -> str:
     """Return a large number as short text: `12.9 B`."""
-    for scale, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        # From 999.5 M on, three digits are 1 B.
-        if number >= 0.9995 * scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.3g}"
+    return _scaled(number, (1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (1.0, ""))
+
+
+def _scaled(number: float, *units: tuple[float, str]) -> str:
+    # From 999.5 M on, three digits are 1 B.
+    scale, unit = next((each for each in units if number >= 0.9995 * each[0]), units[-1])
+    return f"{number / scale:.3g}{unit}"
 
 
 def decision_texts(decision: DecisionPart | None) -> dict[str, str]:

@@ -10,6 +10,7 @@ from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import ALST, FSDP, MEGATRON_CORE
 from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.rivals import best_rival, has_rival
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
@@ -40,7 +41,10 @@ def other_trainers(problem: SearchProblem, costs: Costs) -> Iterator[TrainerPart
             yield _part(problem, software, entry.strategy, prices.with_interval(entry.strategy, entry.price, pricing))
         else:
             broken = [name for name, number in result.counts.rejected.items() if number][-1:]
-            yield _part(problem, software, why_not=f"the last of its strategies break the rule '{''.join(broken)}'")
+            rule = f"the last of its strategies break the rule '{''.join(broken)}'"
+            if broken and broken[0] in (FITS, HEADROOM):
+                rule = "no strategy of it fits the memory"
+            yield _part(problem, software, why_not=rule)
     if has_rival(problem):
         prices = replace(costs, software=ALST, profile=None)
         pricing = prices.pricing_on(cluster)

@@ -233,22 +233,20 @@ def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | No
 OpCostsOf = Callable[[Strategy], OpCosts]
 
 
-def write_document(path: str, document: Document) -> None:
-    """Write the answer for `--json`."""
-    write_json(path, document_text(document))
+def write_document(path: str | None, document: Document) -> None:
+    """Write the answer for `--json`; `path`: None = the flag is not given."""
+    if path is not None:
+        write_json(path, document_text(document))
 
 
-def winner_launch(document: RankDocument, problem: SearchProblem) -> tuple[Launch | None, str]:
-    """Return the launch of the winner, or None and the reason."""
+def winner_launch(document: RankDocument, problem: SearchProblem) -> Launch:
+    """Return the launch of the winner."""
     if not document.priced:
-        return None, "no strategy can run"
+        raise ConfigError("no strategy can run")
     if problem.software.name != TERAPIPE.name:
-        return None, f"these are strategies of {problem.software.name}, which nothing here launches"
+        raise ConfigError(f"these are strategies of {problem.software.name}, which nothing here launches")
     winner = Strategy.from_json(document.priced[0].strategy)
-    try:
-        return launch_of(winner, problem.workload.config, problem.cluster, problem.precision), ""
-    except ConfigError as error:
-        return None, str(error)
+    return launch_of(winner, problem.workload.config, problem.cluster, problem.precision)
 
 
 def script_command(directory: str) -> str:
@@ -265,35 +263,36 @@ def write_files(
         directory: of `ranking.json`, `report.html` and the files of the launch; None = they are not written.
         html: another file for the page; None = none.
     """
-    launch, why_not = winner_launch(document, problem)
-    command = None if launch is None else launch.command(directory or "DIR")
-    pages, files = [] if html is None else [html], []
-    if directory is not None:
-        files = [str(Path(directory) / name) for name in ("ranking.json", "report.html")]
-        pages.append(files[1])
-    how_to_run = ""
-    if command is not None:
+    launch, command, why_not, how_to_run, files = None, None, None, "", []
+    try:
+        launch = winner_launch(document, problem)
+    except ConfigError as error:
+        why_not = str(error)
+    if launch is not None:
+        command = launch.command(directory or "DIR")
         how_to_run = "" if directory is not None else "# with --output DIR, which writes the files:\n"
         how_to_run += f"{script_command(directory or 'DIR')}\n# or, where pretrain_gpt.py is:\n{command}"
-    for path in pages:
-        write_page(path, document, problem, op_costs, command=how_to_run)
+    if directory is not None:
+        files = [str(Path(directory) / name) for name in ("ranking.json", "report.html")]
+    if pages := [*([] if html is None else [html]), *files[1:]]:
+        page = page_of(document, problem, op_costs, command=how_to_run)
+        for path in pages:
+            write_text(path, page, make_folder=True)
     if directory is not None and launch is not None:
         files += launch.write(directory)
         if (found := document.advice.found_order) is not None:
             strategy = Strategy.from_json(found.strategy)
             other = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
             files += other.write(str(Path(directory) / FOUND_ORDER))
-    launched = LaunchPart(command=command, files=files, why_not=why_not or None)
+    launched = LaunchPart(command=command, files=files, why_not=why_not)
     document = document.model_copy(update={"launch": launched})
     if directory is not None:
         write_document(files[0], document)
     return document
 
 
-def write_page(
-    path: str, document: RankDocument, problem: SearchProblem, op_costs: OpCostsOf, *, command: str = ""
-) -> None:
-    """Write the page; `command`: launches the winner; empty = none does."""
+def page_of(document: RankDocument, problem: SearchProblem, op_costs: OpCostsOf, *, command: str) -> str:
+    """Return the page; `command`: launches the winner; empty = none does."""
     panels, notes = [], []
     # The winner, and below it the one that differs from it more.
     for entry in [*document.priced[:1], *runners_up(document.priced)[-1:]]:
@@ -302,5 +301,4 @@ def write_page(
         if drawn is not None:
             panels.append(Panel(f"rank {entry.rank}: {strategy_text(strategy)}", drawn[0]))
             notes += [f"rank {entry.rank}: {drawn[1]}"] if drawn[1] else []
-    page = render_page(document, problem, command=command, panels=panels, panels_note="; ".join(notes))
-    write_text(path, page, make_folder=True)
+    return render_page(document, problem, command=command, panels=panels, panels_note="; ".join(notes))

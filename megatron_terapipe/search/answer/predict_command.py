@@ -79,8 +79,7 @@ def run(options: argparse.Namespace) -> int:
     in_file = sorted(ranked_in_order(entries), key=lambda entry: entry.index)
     all_notes = (*notes, *costs.notes)
     document = PredictDocument(**ranking(problem, in_file, all_notes, global_batch_size=batch, training=training))
-    if options.json is not None:
-        write_document(options.json, document)
+    write_document(options.json, document)
     if options.json != STANDARD_OUTPUT:
         print_table(document)
     return 0

@@ -244,8 +244,7 @@ def nothing_fits(result: SearchResult, advice: AdvicePart, problem: SearchProble
 
 def show_answer(options: argparse.Namespace, document: RankDocument) -> None:
     """Write the JSON, and print the table and the commands that launch the winner."""
-    if options.json is not None:
-        write_document(options.json, document)
+    write_document(options.json, document)
     if options.json == STANDARD_OUTPUT:
         return
     launch = document.launch

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.answer.figures import flops_utilization
+from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.json_schema import NetworkPart, OtherWinnerPart, SensitivityPart, UtilizationPart
 from megatron_terapipe.search.learn.calibration import Calibration
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -32,6 +32,7 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior,
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.rank.ranked import NEARLY_AS_FAST, Ranked
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -194,22 +195,18 @@ PUBLISHED: Mapping[str, PublishedUtilization] = MappingProxyType(
 
 def best_published(cluster: Cluster) -> PublishedUtilization | None:
     """Return the best published MFU for the devices of a cluster; None for several kinds, or where none is known."""
-    generations = {node.device.generation for node in cluster.nodes}
-    return PUBLISHED.get(generations.pop()) if len(generations) == 1 else None
+    return PUBLISHED.get(next(iter(cluster.generations))) if len(cluster.generations) == 1 else None
 
 
 TOLERANCE = 0.03
 """Share of the peak by which a prediction may be above the best published one without a note."""
 
 
-def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None:
+def check_utilization(entry: Ranked, problem: SearchProblem) -> UtilizationPart | None:
     """Return the doubt about a strategy that is predicted to beat all published runs; None for others."""
-    time_s, published = entry.iteration_time_s, best_published(model.cluster)
-    used, causal = (
-        flops_utilization(entry.strategy, model.workload, model.cluster, time_s, model.precision, causal=each)
-        for each in (False, True)
-    )
-    if published is None or used <= published.share + TOLERANCE:
+    published, speed = best_published(problem.cluster), speed_of(problem, entry.strategy, entry.iteration_time_s)
+    used, causal = speed.mfu, speed.mfu_causal
+    if published is None or used is None or causal is None or used <= published.share + TOLERANCE:
         return None
     # Else the difference is the convention, which counts scores that are not computed.
     is_too_fast = causal > published.causal_share
@@ -219,5 +216,5 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None
         published=published.share,
         published_causal=published.causal_share,
         published_run=published.run,
-        published_time_s=time_s * causal / published.causal_share if is_too_fast else None,
+        published_time_s=entry.iteration_time_s * causal / published.causal_share if is_too_fast else None,
     )

@@ -104,8 +104,7 @@ def run(options: argparse.Namespace) -> int:
     document = token_slices_document(solved, strategy, problem, flags=flags, notes=notes)
     if options.json != STANDARD_OUTPUT:
         print_cuts(document)
-    if options.json is not None:
-        write_document(options.json, document)
+    write_document(options.json, document)
     return 0
 
 

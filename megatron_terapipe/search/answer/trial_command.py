@@ -118,8 +118,7 @@ def run(options: argparse.Namespace) -> int:
     # JSON on the terminal is the only text there.
     with redirect_stdout(sys.stderr) if options.json == STANDARD_OUTPUT else nullcontext():
         document = _run(options)
-    if options.json is not None:
-        write_document(options.json, document)
+    write_document(options.json, document)
     return 0 if any(entry.iteration_time_s is not None for entry in document.entries) else 1
 
 

@@ -11,7 +11,7 @@ from megatron_terapipe.search.answer.advice import (
     fewer_devices_part,
 )
 from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
-from megatron_terapipe.search.answer.figures import flops_utilization
+from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.json_schema import (
     AdvicePart,
     FewerDevicesPart,
@@ -153,6 +153,7 @@ def test_missing_memory_and_remedies() -> None:
 WORKLOAD = read_workload("gpt3-6.7b", {})
 ONE_NODE = parse_cluster({"nodes": [{"device": "A100-80GB", "devices": 8}]}, "cluster")[0]
 STRATEGY = Strategy(data_parallel_size=1, tensor_parallel_size=8, micro_batch_size=4, global_batch_size=64)
+PROBLEM = SearchProblem(workload=WORKLOAD, cluster=ONE_NODE, global_batch_size=64)
 
 
 def test_published_figures_are_those_of_the_generation() -> None:
@@ -171,7 +172,7 @@ def test_published_figures_are_those_of_the_generation() -> None:
 def test_mfu_above_all_published_ones_is_doubted() -> None:
     pricing = Pricing(WORKLOAD, ONE_NODE)
     believable = Ranked(strategy=STRATEGY, prediction=pricing.predict(STRATEGY))
-    assert check_utilization(believable, pricing.cost_model) is None
+    assert check_utilization(believable, PROBLEM) is None
 
     perfect = replace(
         pricing.cost_model.efficiency, gemm_efficiency=1.0, memory_efficiency=1.0, inside_efficiency=1.0, gemm_area=1.0,
@@ -179,11 +180,11 @@ def test_mfu_above_all_published_ones_is_doubted() -> None:
     )  # fmt: skip
     strategy = replace(STRATEGY, data_parallel_size=8, tensor_parallel_size=1)
     fast = Pricing(WORKLOAD, ONE_NODE, efficiency=perfect)
-    check = check_utilization(Ranked(strategy=strategy, prediction=fast.predict(strategy)), fast.cost_model)
+    check = check_utilization(Ranked(strategy=strategy, prediction=fast.predict(strategy)), PROBLEM)
     assert check is not None and check.predicted > check.published + 0.03
     # In the time that is named, the same strategy has the published utilisation.
     assert check.published_time_s is not None
-    used = flops_utilization(strategy, WORKLOAD, ONE_NODE, check.published_time_s, "bf16", causal=True)
+    used = speed_of(PROBLEM, strategy, check.published_time_s).mfu_causal
     assert used == pytest.approx(check.published_causal)
     (note,) = advice_notes(AdvicePart.of(utilization=check), small_problem())
     assert "is above the best published for such devices, 70% (Llama 13B" in note and "at that MFU rank 1 takes" in note
@@ -192,7 +193,9 @@ def test_mfu_above_all_published_ones_is_doubted() -> None:
 def test_long_sequences_are_compared_with_causal_attention() -> None:
     pricing = Pricing(read_workload("gpt3-6.7b", {"seq_length": 131072}), ONE_NODE)
     strategy = replace(STRATEGY, micro_batch_size=1, global_batch_size=4)
-    check = check_utilization(Ranked(strategy=strategy, prediction=pricing.predict(strategy)), pricing.cost_model)
+    check = check_utilization(
+        Ranked(strategy=strategy, prediction=pricing.predict(strategy)), replace(PROBLEM, workload=pricing.workload)
+    )
     assert check is not None and check.predicted > check.published + 0.03
     assert check.predicted_causal < check.published_causal
     # No time is in doubt: the usual count has scores that are never computed.
