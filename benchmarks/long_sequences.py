@@ -69,7 +69,7 @@ from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.loader import Batch
-from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, flops_utilization, strategy_text, time_text
+from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, speed_of, strategy_text, time_text
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.machine.trainers import ALST
@@ -438,6 +438,15 @@ def row_of(model: str, seq_length: int, num_devices: int, least_sequences: int) 
     )
 
 
+def causal_mfu(strategy: Strategy, pricing: Pricing, time_s: float) -> float:
+    """Return the causal MFU of an iteration of `time_s` seconds, in [0, 1]."""
+    batch = strategy.num_sequences
+    problem = SearchProblem(workload=pricing.workload, cluster=pricing.cluster, global_batch_size=batch)
+    found = speed_of(problem, strategy, time_s).mfu_causal
+    assert found is not None, "the devices are in the library"
+    return found
+
+
 def _ours(winner: Ranked, pricing: Pricing, could_save: float) -> Ours:
     assert winner.prediction is not None
     batch = StrategyBatch.of([pricing.cost_model], [winner.strategy])
@@ -448,9 +457,7 @@ def _ours(winner: Ranked, pricing: Pricing, could_save: float) -> Ours:
         closed_form_s=float(batch.times(pricing.cost_model.efficiency)[0]),
         device_bytes=winner.prediction.peak_memory_bytes,
         host_bytes=host_bytes(winner.strategy, pricing),
-        mfu_causal=flops_utilization(
-            winner.strategy, pricing.workload, pricing.cluster, simulated_s, "bf16", causal=True
-        ),
+        mfu_causal=causal_mfu(winner.strategy, pricing, simulated_s),
         could_save=could_save,
     )
 
@@ -474,7 +481,7 @@ def host_bytes(strategy: Strategy, pricing: Pricing) -> float:
 
 def _theirs(rival: Rival, pricing: Pricing) -> Theirs:
     strategy, time_s = rival.strategy, rival.prediction.iteration_time_s
-    utilization = flops_utilization(strategy, pricing.workload, pricing.cluster, time_s, "bf16", causal=True)
+    utilization = causal_mfu(strategy, pricing, time_s)
     assert utilization is not None
     lacking = [f"{needed / 1e9:.0f} GB of a {at}, of {limit / 1e9:.0f} GB" for at, needed, limit in rival.lacking]
     return Theirs(
