@@ -85,11 +85,14 @@ class GridMemory:
         self._working = working
         """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
 
-    def fullness(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> Floats:
-        """Return a lower bound of the fullest device, as a share of its memory: [grid]; infinite for too large states.
+    def fullness(
+        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], *, only_possible: bool = False
+    ) -> Floats:
+        """Return a lower bound of the fullest device of each strategy, as a share of its memory: [grid].
 
         Args:
             counts: by model chunks and place on the axis `partition`.
+            only_possible: strategies with too large states have infinity.
         """
         grid, overheads = self._grid, self._model.overheads
         shares = np.full(grid.shape, np.inf)
@@ -102,7 +105,7 @@ class GridMemory:
                 states = self._model.states(
                     *parameters, layout=grid.layout, zero_stage=zero_stage, zero_shard_size=size
                 )
-                if np.any(total_bytes(states, overheads) > capacity):
+                if only_possible and np.any(total_bytes(states, overheads) > capacity):
                     continue
                 for order, (schedule, its_model_chunks) in enumerate(grid.order):
                     if its_model_chunks == model_chunks:

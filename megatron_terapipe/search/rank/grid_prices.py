@@ -151,7 +151,7 @@ def _price(
         [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
     ]
     legal = found.legal & grid.along(("order", "partition"), own)
-    fullness = memory.fullness(groups, counts)
+    fullness = memory.fullness(groups, counts, only_possible=True)
     fits, roomy = legal & (fullness <= 1), legal & (fullness <= 1 - problem.memory_headroom)
     if not fits.any():
         return None, np.stack([legal, fits, roomy, fits])
