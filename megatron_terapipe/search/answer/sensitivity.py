@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.json_schema import NetworkPart, OtherWinnerPart, SensitivityPart, UtilizationPart
-from megatron_terapipe.search.learn.calibration import Calibration
+from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
@@ -38,9 +38,6 @@ from megatron_terapipe.strategy import Strategy
 Floats = NDArray[np.float64]
 
 HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is moved to at most
-
-NETWORK = ("network_efficiency", "transfer_network_efficiency")
-"""Constants that are moved as one for the bandwidth of network cards."""
 
 FACTOR = 4.0
 """By how much the bandwidth of a node may differ from that of a data sheet, either way: nodes with one card in place of

@@ -238,8 +238,8 @@ def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, float, 
     return overheads, spread, len(sample)
 
 
-NETWORK = ("network_efficiency", "transfer_network_efficiency")
-INSIDE = ("inside_efficiency", "transfer_inside_efficiency", "reductions")
+NETWORK = ("network_efficiency", "transfer_network_efficiency")  # constants of network cards
+INSIDE = ("inside_efficiency", "transfer_inside_efficiency", "reductions")  # of links inside nodes
 ALIKE = 1.1  # ratio of two bandwidths up to which constants of one link hold for the other
 
 

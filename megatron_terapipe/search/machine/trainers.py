@@ -254,7 +254,7 @@ EAGER = Operators(
 
 FSDP = Software(
     name="fsdp",
-    title="PyTorch FSDP, compiled",
+    title="PyTorch FSDP with torch.compile",
     measured_on=("ampere", "hopper"),
     operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss),
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.

@@ -5,8 +5,8 @@ from math import log
 
 import pytest
 
-from megatron_terapipe.search.answer.sensitivity import FACTOR, NETWORK, moves_of, sensitivity, widths_of
-from megatron_terapipe.search.learn.calibration import no_calibration
+from megatron_terapipe.search.answer.sensitivity import FACTOR, moves_of, sensitivity, widths_of
+from megatron_terapipe.search.learn.calibration import NETWORK, no_calibration
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
