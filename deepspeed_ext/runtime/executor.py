@@ -148,8 +148,8 @@ class Executor:
             if not self.batch.training:
                 self._forget(op, last_stage=self._stages[-1])
             elif self._tallies.any:
-                carried = self._state(op).carried.values()
-                self._tallies.close(carried, op.stage, self.batch.shape.num_micro_batches)
+                counts = self._state(op).counts.values()
+                self._tallies.close(counts, op.stage, self.batch.shape.num_micro_batches)
 
     def backward(self, step: Instruction) -> None:
         """Compute the gradients of a stage's inputs and weights for a token slice."""
@@ -316,6 +316,8 @@ class Executor:
             # 1, or NaN if the loss is not finite, so that no gradient of it is finite.
             gradients = tuple(root.detach() * 0 + 1 for root in roots)
             roots = tuple(self._loss_scale(root) for root in roots)
+        for edge, gradient in self._state(op).carried.roots(op.token_slice):
+            roots, gradients = (*roots, edge), (*gradients, gradient)
         if roots:
             torch.autograd.backward(roots, gradients)
 
@@ -356,6 +358,8 @@ class Executor:
     def _compute_again(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute a stage with a graph, and return the gradients of outputs that are part of the graph."""
         random_state, held.random_state = held.random_state, None
+        trainable = any(weight.requires_grad for weight in self._module.parameters_of(op.stage))
+        self._state(op).carried.bears_gradients = trainable or any(tensor.requires_grad for tensor in held.inputs)
         with nullcontext() if random_state is None else random_state.restored():
             self._compute(op, held, *self._given(op, held))
         self._state(op).forget_shared(op.token_slice)

@@ -14,8 +14,8 @@ A layer that counts is a `CountingLayer`. Every rank of a stage has the same lay
 post the same messages in the same order, on communicators that they have already.
 """
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Collection, Iterable
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -119,14 +119,13 @@ class Tallies:
         self._whole_step, self._open = whole_step, {}
         self._step.zero_()
 
-    def close(self, carried: Iterable[Any], stage: int, num_micro_batches: int) -> None:
+    def close(self, found: Collection[Counts], stage: int, num_micro_batches: int) -> None:
         """Start the sums of a micro-batch after its last forward on a stage.
 
         Args:
-            carried: values that the layers of the stage carry, in their order, with their counts.
+            found: counts of the layers of the stage, in their order.
             num_micro_batches: those of the step, on this replica.
         """
-        found = [each for each in carried if isinstance(each, Counts)]
         if not found:
             return
         for counts in found:

@@ -36,8 +36,11 @@ class Past(Protocol):
     def once(self, name: str, make: Callable[[], Made]) -> Made:
         """Return `make()`, computed once for all layers of these tokens."""
 
-    def carried(self, name: str, make: Callable[[], Made]) -> Made:
-        """Return `make()` of the first token slice of the micro-batch, for this layer."""
+    def carried(self, name: str, initial: Tensor) -> Tensor:
+        """Return the state [...] that this layer left after the tokens before; `initial` for the first ones."""
+
+    def carry(self, name: str, state: Tensor) -> None:
+        """Leave a state [...] of this layer for the tokens after these."""
 
     def kept(self, name: str, make: Callable[[], Made]) -> Made:
         """Return `make()` of the first forward of this layer and token slice, if it is computed again."""

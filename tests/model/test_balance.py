@@ -96,7 +96,7 @@ def trained(model: ModelConfig, cut: tuple[int, ...], order: Order) -> tuple[Rou
             with torch.set_grad_enabled(not order.again):
                 output = forward()
             outputs.append(forward if order.again else partial(torch.Tensor.view_as, output, output))
-        tallies.close(state.carried.values(), 0, MICRO_BATCHES)
+        tallies.close(state.counts.values(), 0, MICRO_BATCHES)
         live.append(outputs)
         if len(live) == order.ahead:
             backward()
@@ -235,7 +235,7 @@ def test_evaluation_counts_nothing() -> None:
     router = Router(model_of(**RULES[0])).eval()
     state = SequenceState(TokenSlices((SEQ,)), forward_only=True)
     router(batch()[0], state.past(0, 0)).backward()
-    assert not state.carried
+    assert not state.counts
 
 
 def test_losses_are_scaled_in_backwards_of_fp16() -> None:

@@ -44,15 +44,21 @@ class Documents:
         """These documents with the tensors of the token slices on a device, by one copy."""
         whole, seen_from, numbers = self.whole, self.seen_from, self.numbers
         if self.numbered:
-            begins = torch.zeros(len(self.starts), token_slices.seq_length, dtype=torch.int64)
-            for of_row, row in zip(begins, self.starts, strict=True):
-                of_row[list(row)] = 1
+            begins = self.begins(0, token_slices.seq_length)
             numbers = to_device((begins.flatten().cumsum(0) - 1).view_as(begins), device)
         if self.positions_restart:
             whole = to_device(self.positions(0, token_slices.seq_length), device)
         if self.attend_apart and device.type != "cpu":
             seen_from = self._seen(token_slices.bounds(), device)
         return replace(self, whole=whole, seen_from=seen_from, numbers=numbers)
+
+    def begins(self, start: int, end: int) -> Tensor:
+        """Whether a document begins at each of the tokens start .. end: [B, end - start]."""
+        begins = torch.zeros(len(self.starts), end - start, dtype=torch.bool)
+        for of_row, row in zip(begins, self.starts, strict=True):
+            inner = row[bisect_left(row, start) : bisect_left(row, end)]
+            of_row[[each - start for each in inner]] = True
+        return begins
 
     def positions(self, start: int, length: int) -> Tensor:
         """Positions [B, N] of the tokens start .. start + N in their documents."""

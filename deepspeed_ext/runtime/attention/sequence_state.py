@@ -31,6 +31,7 @@ from torch import Tensor
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import positional_dropout
+from deepspeed_ext.runtime.attention.carried_states import CarriedStates
 from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents, DocumentsAtOnce
 from deepspeed_ext.runtime.attention.flash_kernels import kernel_for, kernel_of_runs_for
 from deepspeed_ext.runtime.attention.kernels import AttentionDropout, AttentionKernel, PlainAttention
@@ -41,6 +42,7 @@ from deepspeed_ext.runtime.attention.token_slice_attention import (
     KeyValueState,
     TokenSliceAttention,
 )
+from deepspeed_ext.runtime.micro_batch import to_device
 from deepspeed_ext.runtime.tallies import CountingLayer, Counts
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
@@ -175,8 +177,12 @@ class SequenceState:
         self._layers: dict[int, tuple[int | None, KeyValueState | None]] = {}
         self.shared: dict[tuple[int, str], Any] = {}
         """Values that layers share of a token slice, by its first position and a name; see `Past.once`."""
-        self.carried: dict[tuple[int, str], Any] = {}
-        """Values that a layer carries from token slice to token slice, by the layer and a name; see `Past.carried`."""
+        self.carried = CarriedStates(len(token_slices) - 1, forward_only)
+        """States that layers carry from token slice to token slice; see `Past.carry`."""
+        self.counts: dict[int, Counts] = {}
+        """Counts of a layer in the micro-batch; see `Past.counts`."""
+        self.numbers = {start: number for number, start in enumerate(self.bounds)}
+        """Number of each token slice, by the first position of this rank's part."""
         self.kept: dict[tuple[int, int, str], Any] = {}
         """Values of a forward that a second one gets again, by layer, first position and name; see `Past.kept`."""
         self.drawn = DrawnNumbers(token_slices.seq_length)
@@ -267,7 +273,7 @@ class Past:
 
     def counts(self, layer: CountingLayer, num_groups: int, device: torch.device) -> Counts:
         """The counts of this layer in the micro-batch, of some groups of tokens."""
-        return self.carried("counts", lambda: Counts(layer, num_groups, device))
+        return _made(self._sequence.counts, self._layer, lambda: Counts(layer, num_groups, device))
 
     def sum_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of values [...] over the ranks with earlier tokens of the token slice, and over all of its ranks."""
@@ -298,9 +304,56 @@ class Past:
         """A value that all layers of this stage share for this token slice; made by the first one."""
         return _made(self._sequence.shared, (self.prefix_len, name), make)
 
-    def carried(self, name: str, make: Callable[[], Made]) -> Made:
-        """A value that this layer carries from token slice to token slice; made at the first one."""
-        return _made(self._sequence.carried, (self._layer, name), make)
+    def carried(self, name: str, initial: Tensor) -> Tensor:
+        """The state that this layer left after the token slice before; `initial` in the first one.
+
+        Its gradient flows back to the token slice before. A layer that is computed again reads the same.
+
+        Args:
+            initial: [...], of the shape, type and device of the state; may depend on weights.
+        """
+        return self._sequence.carried.read((self._layer, name), self._sequence.numbers[self.prefix_len], initial)
+
+    def carry(self, name: str, state: Tensor) -> None:
+        """Leave a state [...] of this layer for the token slice after. It must not be changed in place from now on."""
+        self._sequence.carried.leave((self._layer, name), self._sequence.numbers[self.prefix_len], state)
+
+    def begins(self, device: torch.device | None = None) -> Tensor | None:
+        """Whether a document begins at each token of the token slice: [B, N]; None if each row is one document.
+
+        Tokens of a document depend on no token before its begin, so a state starts anew there. The N tokens are those
+        of all sequence-parallel ranks.
+        """
+        documents, (start, end) = self._sequence.documents, self._sequence.bounds[self.prefix_len]
+        if documents is None or not documents.attend_apart:
+            return None
+        return self.once("begins", lambda: to_device(documents.begins(start, end), device or torch.device("cpu")))
+
+    def all_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Give each sequence-parallel rank all tokens of the token slice, with its part of the heads, in one message.
+
+        Args:
+            *tensors: each [B, N / R, H, D], of this rank's part of the tokens; each of its own H and D.
+
+        Returns:
+            Each [B, N, H / R, D]; the tensors themselves on one rank.
+        """
+        ranks = self._sequence.ranks
+        if ranks.size == 1:
+            return tensors
+        for tensor in tensors:
+            check_heads(tensor.shape[2], tensor.shape[2], ranks.size)
+        return _Exchange.apply(ranks, True, *tensors)
+
+    def own_tokens(self, output: Tensor) -> Tensor:
+        """Return this rank's part of the tokens, with all heads, [B, N / R, H, D] of [B, N, H / R, D]: the way back."""
+        ranks = self._sequence.ranks
+        return output if ranks.size == 1 else to_all_heads(output, ranks)
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        """Return the part [H / R, ...] of a weight [H, ...] for the heads that `all_tokens` gives to this rank."""
+        ranks = self._sequence.ranks
+        return weight if ranks.size == 1 else weight.chunk(ranks.size)[ranks.rank]
 
     def kept(self, name: str, make: Callable[[], Made]) -> Made:
         """A value of this layer and token slice that a forward computed again gets from the first one.
@@ -372,7 +425,7 @@ class Past:
             query.shape[-1] ** -0.5 if scale is None else scale,
             self._kernel(query, start, dropout, first_head, window, softcap),
         )
-        return output if ranks.size == 1 else to_all_heads(output, ranks)
+        return self.own_tokens(output)
 
     def dropout(
         self,
