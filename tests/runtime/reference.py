@@ -23,15 +23,30 @@ class WholePast:
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 
+    def carried(self, name: str, initial: Tensor) -> Tensor:
+        return initial
+
+    def carry(self, name: str, state: Tensor) -> None:
+        pass
+
+    def all_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    def own_tokens(self, output: Tensor) -> Tensor:
+        return output
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        return weight
+
 
 class Reference(nn.Module):
     """All layers on one process, initialised as the pipeline does: layer i with seed `BASE_SEED + i`."""
 
-    def __init__(self, num_blocks: int, *, tied: bool) -> None:
+    def __init__(self, num_blocks: int, *, tied: bool, stateful: bool = False) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
         self._functions = []
-        for index, spec in enumerate(models.layers(num_blocks, tied=tied)):
+        for index, spec in enumerate(models.layers(num_blocks, tied=tied, stateful=stateful)):
             set_random_seed(BASE_SEED + index)
             if isinstance(spec, TiedLayerSpec) and spec.key in self.tied_modules:
                 self._functions.append(partial(spec.forward_fn, self.tied_modules[spec.key]))
@@ -53,7 +68,7 @@ class Reference(nn.Module):
 
 def reference_gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients in fp64, averaged over micro-batches and replicas."""
-    model = Reference(setup.num_blocks, tied=setup.tied).double()
+    model = Reference(setup.num_blocks, tied=setup.tied, stateful=setup.stateful).double()
     batches = [batch for rank in range(setup.dp) for batch in batches_of(setup, rank)]
     loss = sum(models.loss_fn(model(tokens), labels) for tokens, labels in batches) / len(batches)
     loss.backward()

@@ -43,6 +43,7 @@ class Setup:
     recompute: int = 0
     recompute_stages: bool = False
     num_blocks: int = 4
+    stateful: bool = False
     accumulate: str | None = None
     config: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
 
@@ -73,6 +74,7 @@ class Setup:
             self.dtype,
         ]
         parts += ["recompute"] * bool(self.recompute) + ["stages"] * self.recompute_stages
+        parts += ["stateful"] * self.stateful
         return "-".join([*parts, self.accumulate or ""]).rstrip("-")
 
 
@@ -111,7 +113,7 @@ def build(
     module_keywords.setdefault("activation_checkpoint_interval", setup.recompute)
     module_keywords.setdefault("recompute_stages", setup.recompute_stages)
     model = TokenSlicePipelineModule(
-        models.layers(setup.num_blocks, tied=setup.tied) if layers is None else layers,
+        models.layers(setup.num_blocks, tied=setup.tied, stateful=setup.stateful) if layers is None else layers,
         layout=setup.layout,
         token_slices=TokenSlices(setup.cut),
         loss_fn=loss_fn,

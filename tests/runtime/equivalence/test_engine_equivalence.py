@@ -123,6 +123,14 @@ SETUPS = [
     Setup(pp=2, sp=2, dtype="fp64", cut=UNIFORM, schedule="interleaved", model_chunks=2),
     Setup(dp=2, sp=2, dtype="fp64", cut=SHARED, schedule="gpipe"),
     Setup(dp=2, sp=2, cut=UNIFORM, dtype="bf16", zero=1),
+    # States that layers carry from token slice to token slice.
+    Setup(cut=SINGLES, dtype="fp64", stateful=True, tied=False),
+    Setup(cut=UNIFORM, dtype="bf16", zero=1, accumulate="fp32", stateful=True),
+    Setup(pp=2, cut=UNEVEN, dtype="fp64", micro_batches=3, stateful=True),
+    Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule="zero-bubble", recompute=1, stateful=True),
+    Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule="interleaved", model_chunks=2, recompute_stages=True, stateful=True),
+    Setup(pp=2, cut=UNIFORM, recompute_stages=True, recompute=1, stateful=True),
+    Setup(pp=2, sp=2, cut=SHARED, dtype="fp64", schedule="zero-bubble", recompute_stages=True, stateful=True),
 ]
 
 
@@ -142,6 +150,7 @@ def axes(setup: Setup) -> dict[str, object]:
         "schedule": getattr(setup.schedule, "__name__", setup.schedule),
         "recompute": bool(setup.recompute),
         "recompute stages": setup.recompute_stages,
+        "stateful": setup.stateful,
         "accumulate": setup.accumulate,
     }
 
@@ -187,6 +196,7 @@ def test_setups_cover_every_value_of_every_axis(few: bool) -> None:
     for axis, values in {
         "pp": {1, 2, 4}, "dp": {1, 2}, "sp": {1, 2, 4}, "schedule": set(SCHEDULES), "model_chunks": {1, 2},
         "tied": {True, False}, "zero": {0, 1}, "recompute": {0, 1}, "recompute_stages": {True, False},
+        "stateful": {True, False},
         "dtype": {"fp64", "fp32", "bf16"},
     }.items():  # fmt: skip
         for dtype in ("fp64", "fp32"):
