@@ -104,6 +104,8 @@ class CarriedStates:
             raise _differs(name, "left none", f"leaves {_form(state)}")
         if left is None:
             value = state.detach()
+            if value.untyped_storage().nbytes() > value.nbytes:
+                value = value.clone()  # A part of a tensor would keep all of it.
             left = self._left[token_slice][name] = _Left(value, value._version)
             if self.forward_only:
                 self._left[token_slice - 1].pop(name, None)

@@ -103,6 +103,12 @@ def test_forward_only_keeps_the_last_state() -> None:
     assert [each() is not None for each in kept] == [False, True, False]
 
 
+def test_a_part_of_a_tensor_does_not_keep_all_of_it() -> None:
+    state, window = SequenceState(TokenSlices(CUT)), torch.ones(2, 100)
+    state.past(0, 0).carry("h", window[:, -3:])
+    assert state.past(0, 1).carried("h", ZEROS).untyped_storage().nbytes() == ZEROS.nbytes
+
+
 def test_a_state_that_bears_no_gradient_gives_its_readers_none() -> None:
     state = SequenceState(TokenSlices(CUT))
     state.past(0, 0).carry("h", ZEROS)
