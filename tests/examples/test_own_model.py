@@ -12,13 +12,18 @@ from megatron_terapipe.search.machine.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_model.py"
+WITH_STATE = ROOT / "examples" / "own_state_model.py"
 HUGGINGFACE = ROOT / "examples" / "huggingface_model.py"
 
 
 @pytest.mark.parametrize(
     ("example", "line"),
-    [(OWN, r"^step \d+ loss ([\d.]+)$"), (HUGGINGFACE, r"^steps: \d+ loss: ([\d.]+)")],
-    ids=["own", "huggingface"],
+    [
+        (OWN, r"^step \d+ loss ([\d.]+)$"),
+        (WITH_STATE, r"^step \d+ loss ([\d.]+)$"),
+        (HUGGINGFACE, r"^steps: \d+ loss: ([\d.]+)"),
+    ],
+    ids=["own", "state", "huggingface"],
 )
 def test_it_trains_under_the_launcher(example: Path, line: str) -> None:
     port = str(free_port())
