@@ -4,7 +4,7 @@ A layer reads the state that it left after the token slice before (`past.carried
 (`past.carry`); gradients go the same way back. In a pipeline nothing of it travels between ranks.
 
 Where sequence-parallel ranks share the tokens, `past.all_tokens` gives each rank all tokens of its part of the heads
-or channels, and `past.own_tokens` is the way back; with one rank both do nothing. Packed documents start anew where
+or channels, and `past.own_tokens` is the way back; with one rank both do nothing. Packed documents start again where
 `past.begins` is true.
 """
 

@@ -8,11 +8,11 @@ slices has one backward per token slice, last to first, as keys and values have:
     backward         [ 0 ]<- dh1 -[ 1 ]<- dh2 -[ 2 ]         dh2, the gradient of the leaf in 2, starts the graph of 1
                                                              together with the gradients of its outputs
 
-All gradients of what a token slice left are complete when its backward runs, since only the token slice after it reads
-them. Nothing travels between ranks, and no graph is kept for longer than without a state.
+The gradients of the states that a token slice left are complete when its backward runs, since only the token slice
+after it reads them. Nothing travels between ranks, and no graph is kept for longer than without a state.
 
 A layer that is computed again reads the same values. In a stage without a graph of the forward they are kept as its
-input is; what it leaves the second time is the same, so only its graph is used.
+input is; its second forward leaves the same states, of which only the graph is used.
 """
 
 from collections import defaultdict

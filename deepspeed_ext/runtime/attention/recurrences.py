@@ -1,7 +1,7 @@
 """Token mixers with a state: a causal convolution and linear attention of one token slice, given the state before it.
 
 They are pure functions of tensors; a layer carries the state from token slice to token slice with `Past.carry`. Both
-start anew where a document begins.
+start again where a document begins.
 
 Linear attention keeps one matrix S for each head, of keys times values, in place of all keys and values:
 
