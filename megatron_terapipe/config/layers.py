@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_terapipe.config.parsing import parse_json, read_json
 from megatron_terapipe.errors import ConfigError
@@ -98,6 +98,28 @@ _MULTIPLE = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrence:
+    """Sizes of a token mixer with a state [H, K, V] (fp32) of each sequence in place of attention."""
+
+    kind: Literal["mamba2", "gated-delta-net"]
+
+    num_heads: int
+    """H: value heads; Mamba-2's heads."""
+
+    num_groups: int
+    """G: heads of queries and keys (Mamba-2's groups of C and B); divides the heads."""
+
+    key_size: int
+    """K: width of queries and keys (Mamba-2: state size N)."""
+
+    value_size: int
+    """V: width of a value head (Mamba-2: head dimension P)."""
+
+    conv_size: int
+    """W: taps of the depth-wise causal convolution."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
     """Sizes of the parts of one transformer layer."""
 
@@ -118,6 +140,9 @@ class BlockShape:
 
     rotated: bool = True
     """Whether its queries and keys are rotated, in a model with rotary positions."""
+
+    recurrence: Recurrence | None = None
+    """Token mixer in place of its attention; None = attention, or neither."""
 
 
 def canonical_layers(text_or_path: str) -> str:

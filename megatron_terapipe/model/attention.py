@@ -42,6 +42,18 @@ class Past(Protocol):
     def carry(self, name: str, state: Tensor) -> None:
         """Leave a state [...] of this layer for the tokens after these."""
 
+    def begins(self, device: torch.device) -> Tensor | None:
+        """Return whether a document begins at each of these tokens of all ranks, [B, N]; None if each row is one."""
+
+    def all_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return all tokens with this rank's heads, each [B, N, H / R, D], of [B, N / R, H, D]."""
+
+    def own_tokens(self, output: Tensor) -> Tensor:
+        """Return this rank's tokens with all heads, [B, N / R, H, D], of [B, N, H / R, D]."""
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        """Return the part [H / R, ...] of a weight [H, ...] for the heads that `all_tokens` gives to this rank."""
+
     def kept(self, name: str, make: Callable[[], Made]) -> Made:
         """Return `make()` of the first forward of this layer and token slice, if it is computed again."""
 

@@ -12,6 +12,7 @@ from megatron_terapipe.model.expert_dispatch import ExpertParallelRanks
 from megatron_terapipe.model.experts import ExpertLayer
 from megatron_terapipe.model.mlp import MLP
 from megatron_terapipe.model.norm import NORMS, Sum
+from megatron_terapipe.model.recurrence import RecurrentMixer
 from megatron_terapipe.model.rotary import RotaryTable
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
@@ -49,7 +50,7 @@ def residual_dropout(
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP with their norms, added to the residual; either may be left out.
+    """Attention, or another mixer of tokens, and MLP with their norms, added to the residual; either may be left out.
 
         pre         h += A(N(h));     h += M(N(h))          norms of inputs
         post        h += N(A(h));     h += N(M(h))          norms of outputs
@@ -77,15 +78,19 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.ranks, self.recompute_cheap = ranks, recompute_cheap
         self.dropout, self.multiplier = model.hidden_dropout, model.residual_multiplier
-        has_both = bool(block.num_key_value_heads and block.ffn_hidden_size)
+        has_mixer = bool(block.num_key_value_heads or block.recurrence)
+        has_both = has_mixer and bool(block.ffn_hidden_size)
         self.parallel, self.shares_norm = model.parallel_residual, model.shared_block_norm and has_both
         norm = NORMS[model.normalization]
         before, after = model.norm_placement != "post", model.norm_placement != "pre"
         self.attention = self.mlp = None
         self.attention_norm = self.attention_post_norm = self.mlp_norm = self.mlp_post_norm = None
-        if block.num_key_value_heads:
+        if has_mixer:
             self.attention_norm = norm(model, ranks) if before else None
-            self.attention = SelfAttention(model, block, ranks, rotary)
+            if block.recurrence is not None:
+                self.attention = RecurrentMixer(model, block.recurrence, ranks)
+            else:
+                self.attention = SelfAttention(model, block, ranks, rotary)
             self.attention_post_norm = norm(model, ranks) if after else None
         if block.ffn_hidden_size:
             self.mlp_norm = norm(model, ranks) if before and not self.shares_norm else None

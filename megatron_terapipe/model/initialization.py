@@ -14,6 +14,7 @@ IEEE 754 rounds each of them correctly, so a number does not depend on where in 
 `torch.cos` would: their last digit differs between the middle and the end of a tensor.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import log, pi
 
@@ -97,6 +98,18 @@ _AT_A_TIME = 1 << 17
 def normal(std: float) -> Initializer:
     """Draw from a normal distribution around 0 (GPT-2: 0.02)."""
     return partial(_draw, std)
+
+
+def uniform(low: float, high: float, function: Callable[[Tensor], Tensor] | None = None) -> Initializer:
+    """Draw from a uniform distribution; with a function, the weight is its value there."""
+
+    def fill(weight: Tensor, part: WeightPart) -> None:
+        _draw(1.0, weight, part)
+        # In fp64 the last digits, which depend on a number's place in a tensor, are rounded away.
+        numbers = low + (high - low) * torch.special.ndtr(weight.double())
+        weight.copy_(numbers if function is None else function(numbers))
+
+    return fill
 
 
 def constant(value: float) -> Initializer:

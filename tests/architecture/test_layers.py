@@ -79,7 +79,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.model", "megatron_terapipe.model.*"),
-        (*PLAN, *CONFIG, "deepspeed_ext.pointwise"),
+        (*PLAN, *CONFIG, "deepspeed_ext.pointwise", "deepspeed_ext.runtime.attention.recurrences"),
         ("torch",),
     ),
     Layer(("megatron_terapipe.model.gpt",), (*PLAN, *CONFIG, "megatron_terapipe.model"), ("torch", "deepspeed.pipe")),

@@ -18,6 +18,7 @@ from megatron_terapipe.config.rotation import Rotation, rotation_of
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.mlp import MLP
+from megatron_terapipe.model.recurrence import RecurrentMixer
 
 Masked = Callable[[Tensor, str], Tensor]
 """Applies dropout at a site."""
@@ -76,6 +77,68 @@ def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidde
         weights = masked(scores.softmax(-1), f"head {head}")
         outputs.append(weights @ values[head // in_group])
     return product(layer.projection, torch.cat(outputs, -1))
+
+
+def recurrence(layer: RecurrentMixer, hidden: Tensor) -> Tensor:
+    """Mamba-2 or a gated delta net of one document, head by head and token by token."""
+    sizes = layer.recurrence
+    in_group, length = sizes.num_heads // sizes.num_groups, hidden.shape[1]
+    keys, values = sizes.key_size, in_group * sizes.value_size
+    rows = (hidden @ layer.in_projection.weight.T).unflatten(2, (sizes.num_groups, -1))
+    taps = layer.convolution.weight.unflatten(0, (sizes.num_groups, -1))
+    outputs = []
+    for head in range(sizes.num_heads):
+        group, place = divmod(head, in_group)
+
+        def convolved(row: int, channel: int, width: int, group: int = group) -> Tensor:
+            total = torch.zeros_like(rows[:, :, 0, :width])
+            for back in range(min(sizes.conv_size, length)):
+                tap = taps[group, channel : channel + width, sizes.conv_size - 1 - back]
+                moved = F.pad(rows[:, : length - back, group, row : row + width], (0, 0, back, 0))
+                total = total + moved * tap
+            if layer.convolution.bias is not None:
+                total = (
+                    total
+                    + layer.convolution.bias.unflatten(0, (sizes.num_groups, -1))[group, channel : channel + width]
+                )
+            return total * torch.sigmoid(total)
+
+        own, step = slice(place * sizes.value_size, (place + 1) * sizes.value_size), layer.time_bias[head]
+        speed, one = torch.exp(layer.decay[head]), torch.ones_like(rows[:, :, group, :1])
+        if sizes.kind == "mamba2":
+            gate = rows[:, :, group, :values][..., own]
+            value = convolved(values, 0, values)[..., own]
+            key, query = convolved(2 * values, values, keys), convolved(2 * values + keys, values + keys, keys)
+            step = torch.log1p(torch.exp(rows[:, :, group, [2 * values + 2 * keys + place]] + step))
+            rate, skip, written = one, layer.skip[head] * value, value * step
+        else:
+            query, key = convolved(0, 0, keys), convolved(keys, keys, keys)
+            query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+            query, skip = query / sizes.key_size**0.5, 0.0
+            written = convolved(2 * keys, 2 * keys, values)[..., own]
+            gate = rows[:, :, group, 2 * keys + values : 2 * keys + 2 * values][..., own]
+            first = 2 * keys + 2 * values
+            rate = torch.sigmoid(rows[:, :, group, [first + place]])
+            step = torch.log1p(torch.exp(rows[:, :, group, [first + in_group + place]] + step))
+        state, found = hidden.new_zeros(len(hidden), keys, sizes.value_size), []
+        for at in range(length):
+            state = state * torch.exp(-speed * step[:, at])[..., None]
+            known = 0.0 if sizes.kind == "mamba2" else torch.einsum("bkv,bk->bv", state, key[:, at])
+            new = rate[:, at] * (written[:, at] - known)
+            state = state + key[:, at, :, None] * new[:, None]
+            found.append(torch.einsum("bkv,bk->bv", state, query[:, at]))
+        outputs.append((torch.stack(found, 1) + skip, gate * torch.sigmoid(gate)))
+
+    def normed(output: Tensor) -> Tensor:
+        return output / (output.square().mean(-1, keepdim=True) + layer.norm.epsilon).sqrt()
+
+    if sizes.kind == "mamba2":
+        gated = [output * gate for output, gate in outputs]
+        groups = [torch.cat(gated[at : at + in_group], -1) for at in range(0, sizes.num_heads, in_group)]
+        mixed = torch.cat([normed(each) for each in groups], -1) * layer.norm.weight
+    else:
+        mixed = torch.cat([normed(output) * layer.norm.weight * gate for output, gate in outputs], -1)
+    return mixed @ layer.projection.weight.T
 
 
 def attention_by_document(
