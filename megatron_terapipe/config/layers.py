@@ -99,24 +99,22 @@ _MULTIPLE = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrence:
-    """Sizes of a token mixer with a state [H, K, V] (fp32) of each sequence in place of attention."""
+    """Sizes of a token mixer with a state [H, K, V] of each sequence, in place of attention.
+
+    Ranks that share the layer share its groups.
+    """
 
     kind: Literal["mamba2", "gated-delta-net"]
-
     num_heads: int
-    """H: value heads; Mamba-2's heads."""
-
+    """Heads of values, H."""
     num_groups: int
-    """G: heads of queries and keys (Mamba-2's groups of C and B); divides the heads."""
-
+    """Heads of queries and keys, G; in Mamba-2 groups of C and B. A divisor of the heads of values."""
     key_size: int
-    """K: width of queries and keys (Mamba-2: state size N)."""
-
+    """Width of a query and of a key, K; in Mamba-2 the state of a channel."""
     value_size: int
-    """V: width of a value head (Mamba-2: head dimension P)."""
-
+    """Width of a head of values, V."""
     conv_size: int
-    """W: taps of the depth-wise causal convolution."""
+    """Taps of the causal convolution before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,11 +136,11 @@ class BlockShape:
     window: int | None = None
     """Tokens that a token attends to, itself included; None = all before it."""
 
+    recurrence: Recurrence | None = None
+    """Its token mixer, if it has one with a state in place of attention."""
+
     rotated: bool = True
     """Whether its queries and keys are rotated, in a model with rotary positions."""
-
-    recurrence: Recurrence | None = None
-    """Token mixer in place of its attention; None = attention, or neither."""
 
 
 def canonical_layers(text_or_path: str) -> str:

@@ -69,8 +69,8 @@ class GatedNorm(nn.Module):
 class RecurrentMixer(nn.Module):
     """Projection, convolution, recurrence, norm with a gate, projection.
 
-    The backward computes everything between the projections again, once per layer: decays among the tokens of a chunk
-    alone are several times as large as what goes in.
+    The backward computes the parts between both projections again: their decays among the tokens of a chunk are several
+    times as large as their inputs.
     """
 
     def __init__(self, model: ModelConfig, recurrence: Recurrence, ranks: TensorParallelRanks) -> None:
@@ -83,17 +83,19 @@ class RecurrentMixer(nn.Module):
         self.widths = [values, channels, self.heads_of_group]
         if self.is_delta_net:
             self.widths = [channels, values, 2 * self.heads_of_group]
-        width = heads * recurrence.value_size
-        initialize = normal(model.init_method_std), normal(model.output_layer_init_std)
-        rows = groups * sum(self.widths)
-        self.in_projection = ColumnParallelLinear(model.hidden_size, rows, ranks, initialize[0], bias=False)
+        rows, first, last = (
+            groups * sum(self.widths),
+            normal(model.init_method_std),
+            normal(model.output_layer_init_std),
+        )
+        self.in_projection = ColumnParallelLinear(model.hidden_size, rows, ranks, first, bias=False)
         self.convolution = Convolution(groups * channels, recurrence.conv_size, ranks, bias=not self.is_delta_net)
         self.decay = ranks.parameter(heads, cut=0, initialize=uniform(*DECAYS[recurrence.kind], torch.log))
         steps = constant(1.0) if self.is_delta_net else uniform(*map(math.log, STEPS), _before_softplus)
         self.time_bias = ranks.parameter(heads, cut=0, initialize=steps)
         self.skip = None if self.is_delta_net else ranks.parameter(heads, cut=0, initialize=constant(1.0))
         self.norm = GatedNorm(recurrence, ranks, model.layernorm_epsilon)
-        self.projection = RowParallelLinear(width, model.hidden_size, ranks, initialize[1], bias=False)
+        self.projection = RowParallelLinear(groups * values, model.hidden_size, ranks, last, bias=False)
 
     def forward(
         self, hidden: Tensor, past: Past, recomputed: nn.Module | None = None, *, completed: bool = True
@@ -129,19 +131,10 @@ class RecurrentMixer(nn.Module):
         return past.own_heads(weight.unflatten(0, (num_groups, -1))).flatten(0, 1)
 
     def _state_space(
-        self,
-        inputs: Tensor,
-        steps: Tensor,
-        window: Tensor,
-        state: Tensor,
-        begins: Tensor | None,
-        taps: Tensor,
-        bias: Tensor,
-        decay: Tensor,
-        time_bias: Tensor,
-        skip: Tensor,
+        self, inputs: Tensor, steps: Tensor, window: Tensor, state: Tensor, begins: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Mamba-2: output [B, N, H, V], and both states after the tokens, for inputs [B, N, C], steps [B, N, G, h]."""
+        taps, bias, decay, time_bias, skip = weights
         convolved, window = CONVOLUTION(inputs, taps, bias, window, begins=begins)
         sizes = self.recurrence
         values, into, out_of = convolved.unflatten(2, (steps.shape[2], -1)).split(
@@ -154,17 +147,10 @@ class RecurrentMixer(nn.Module):
         return (output + values * skip.unsqueeze(-1)).to(inputs.dtype), window, state
 
     def _delta_net(
-        self,
-        inputs: Tensor,
-        steps: Tensor,
-        window: Tensor,
-        state: Tensor,
-        begins: Tensor | None,
-        taps: Tensor,
-        decay: Tensor,
-        time_bias: Tensor,
+        self, inputs: Tensor, steps: Tensor, window: Tensor, state: Tensor, begins: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gated delta net: as `_state_space`, with rates and steps [B, N, G, 2 h]."""
+        taps, decay, time_bias = weights
         convolved, window = CONVOLUTION(inputs, taps, None, window, begins=begins)
         sizes, exact = self.recurrence, state.dtype
         query, key, value = convolved.unflatten(2, (steps.shape[2], -1)).split(
@@ -180,7 +166,7 @@ class RecurrentMixer(nn.Module):
 
 
 def _computed_again(compute: Callable[..., Any], *tensors: Tensor | None) -> Any:
-    """Compute something, and in the backward again, in place of keeping what is in between."""
+    """Compute results of tensors, and in the backward again, so that nothing in between is kept."""
     if not torch.is_grad_enabled():
         return compute(*tensors)
     return checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)

@@ -12,6 +12,7 @@ a form are first given to a kernel, its results and gradients are compared with 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -61,12 +62,12 @@ class Kernel:
         if form not in self.agreed:
             self.agreed[form] = False
             try:
-                function = self._installed()
+                fused, plain = partial(self.fused, self._installed()), partial(self.plain, begins=None)
                 few = [
                     each[:, : 2 * CHUNK] if index < self.of_tokens and each is not None else each
                     for index, each in enumerate(tensors)
                 ]
-                pairs = zip(_both_ways(self.fused, function, few), _both_ways(self.plain, None, few), strict=True)
+                pairs = zip(_both_ways(fused, few), _both_ways(plain, few), strict=True)
                 if not all((new - old).norm() <= 0.02 * old.norm() for new, old in pairs):
                     raise ValueError("its results differ from those of plain torch")
                 self.agreed[form] = True
@@ -77,14 +78,12 @@ class Kernel:
         return self.agreed[form]
 
 
-def _both_ways(compute: Callable[..., Results], function: Any, tensors: list[Tensor | None]) -> list[Tensor]:
+def _both_ways(compute: Callable[..., Results], tensors: list[Tensor | None]) -> list[Tensor]:
     """Results, and the gradients of all tensors."""
     with torch.enable_grad():
         leaves = [None if each is None else each.detach().requires_grad_() for each in tensors]
-        # A state of 0 would hide a wrong gradient or state.
-        leaves[-1] = torch.full_like(tensors[-1], 0.1).requires_grad_()
-        more = {"begins": None} if function is None else {}
-        results = compute(*([] if function is None else [function]), *leaves, **more)
+        leaves[-1] = torch.full_like(tensors[-1], 0.1).requires_grad_()  # A state of 0 would hide a wrong decay.
+        results = compute(*leaves)
         given = [each for each in leaves if each is not None]
         towards = [torch.cos(each.detach()) for each in results]
         found = torch.autograd.grad(results, given, towards, materialize_grads=True)
