@@ -39,6 +39,7 @@ from megatron_terapipe.config.options import flag, with_value
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
+from megatron_terapipe.config.recurrences import pattern_and_stages
 from megatron_terapipe.config.training import PrecisionConfig
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, is_model_folder, read_fields
@@ -230,6 +231,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
         if given.get("use_checkpoint_args"):
             origin = take_model_from_checkpoint(given)
     _fall_back(line)
+    _take_pattern(given)
     file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
     unused_scale = "fp16" in file.set_by and "--deepspeed" in line.accepted and given.pop("loss_scale", None)
     if unused_scale:
@@ -248,6 +250,19 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
     about_export = _about_export(origin, config.model)
     lines = (*notices(line, config), *file.notices(), *searched, *about_zero, *about_export)
     return Arguments(config=config, notices=lines)
+
+
+def _take_pattern(given: dict[str, Any]) -> None:
+    """Take the number of layers, and the stages if it draws any, from a hybrid pattern."""
+    if given.get("hybrid_layer_pattern") is None:
+        return
+    given["hybrid_layer_pattern"], bounds = pattern_and_stages(given["hybrid_layer_pattern"])
+    given.setdefault("num_layers", len(given["hybrid_layer_pattern"]))
+    if bounds:
+        ranks, chunks = given.get("pipeline_model_parallel_size", 1), given.get("num_model_chunks")
+        given.setdefault("stage_partition", ",".join(map(str, bounds)))
+        if chunks is None and (len(bounds) - 1) % ranks == 0:
+            given["num_model_chunks"] = (len(bounds) - 1) // ranks
 
 
 def _about_export(origin: str | None, model: ModelConfig) -> Iterator[str]:

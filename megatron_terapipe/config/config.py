@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from deepspeed_ext.plan.solve.cuts import DocumentCuts
 
 
+_GROUPS = {"mamba2": "--mamba-num-groups", "gated-delta-net": "--linear-num-key-heads"}
+"""Flags of the groups that ranks share, by the kind of recurrence."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """The whole configuration of a run. Each part of the program gets its section, never the whole."""
@@ -151,6 +155,8 @@ class Config:
             if not block.num_experts:
                 cut = ("--ffn-hidden-size", block.ffn_hidden_size)
             shares += [("--num-key-value-heads", block.num_key_value_heads), cut]
+            if block.recurrence is not None:
+                shares.append((_GROUPS[block.recurrence.kind], block.recurrence.num_groups))
         for name, number in shares:
             if number % size:
                 raise ConfigError(
@@ -168,6 +174,11 @@ class Config:
                 "ranks share the heads: change one of them"
             )
         for block in self.model.blocks:
+            if block.recurrence is not None and block.recurrence.num_groups % (size * tensor):
+                raise ConfigError(
+                    f"{_GROUPS[block.recurrence.kind]} {block.recurrence.num_groups} is not a multiple of "
+                    f"--ds-sequence-parallel-size {size}{times}, whose ranks share the groups: change one of them"
+                )
             # Where ranks outnumber key heads, several have the same one.
             own = block.num_key_value_heads // tensor
             if own and own % size and size % own:

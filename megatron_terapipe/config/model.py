@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import lcm, sqrt
 from typing import Literal
 
-from megatron_terapipe.config.experts import ExpertSettings, check_experts
+from megatron_terapipe.config.experts import check_experts
 from megatron_terapipe.config.layers import (
     MOST_HEADS,
     MOST_WIDTH,
@@ -15,6 +15,7 @@ from megatron_terapipe.config.layers import (
     window_of_megatron,
 )
 from megatron_terapipe.config.options import Otherwise, check, check_bounds, option, resolve
+from megatron_terapipe.config.recurrences import RecurrenceSettings, resolve_recurrences
 from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
@@ -28,7 +29,7 @@ OF_TRAINING = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig(ExpertSettings):
+class ModelConfig(RecurrenceSettings):
     """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2."""
 
     model_preset: str | None = option(None, metavar="NAME|PATH")
@@ -293,6 +294,7 @@ class ModelConfig(ExpertSettings):
             )
         check_rotation(self)
         check_experts(self)
+        resolve_recurrences(self, num_layers=self.num_layers, hidden_size=self.hidden_size)
         self._check_block()
         self._resolve_layers()
 
@@ -309,6 +311,12 @@ class ModelConfig(ExpertSettings):
             raise ConfigError(f"--no-rope-freq {self.no_rope_freq} needs rotations: add --position-embedding-type rope")
 
     def _resolve_layers(self) -> None:
+        for name in ("hybrid_layer_pattern", "linear_attention_freq"):
+            if self.heterogeneous_layers_config_path is not None and getattr(self, name) is not None:
+                raise ConfigError(
+                    "--heterogeneous-layers-config-path describes layers with attention, and "
+                    f"--{name.replace('_', '-')} is given: drop one of them"
+                )
         if self.heterogeneous_layers_config_path is not None and self.num_experts is not None:
             raise ConfigError(
                 "--heterogeneous-layers-config-path describes layers with an MLP, and --num-experts is given: drop one "
@@ -369,14 +377,15 @@ class ModelConfig(ExpertSettings):
             whole = named if self.window_attn_skip_freq.strip().isdigit() else tuple(not each for each in named)
         if self.no_rope_freq is not None:
             unrotated = layers_of_pattern(self.no_rope_freq, count, "--no-rope-freq")
+        layer_of_experts = replace(
+            usual,
+            ffn_hidden_size=self.moe_ffn_hidden_size or self.ffn_hidden_size,
+            num_experts=self.num_experts or 0,
+            shared_ffn_hidden_size=self.moe_shared_expert_intermediate_size or 0,
+        )
         if self.num_experts is not None:
-            layer_of_experts = replace(
-                usual,
-                ffn_hidden_size=self.moe_ffn_hidden_size or self.ffn_hidden_size,
-                num_experts=self.num_experts,
-                shared_ffn_hidden_size=self.moe_shared_expert_intermediate_size or 0,
-            )
             shapes = [layer_of_experts if each else usual for each in self.layers_of_experts(count)]
+        shapes = self.with_recurrences(shapes, usual, layer_of_experts)
         return tuple(
             replace(shape, window=None if whole[index] else self.sliding_window, rotated=not unrotated[index])
             for index, shape in enumerate(shapes)

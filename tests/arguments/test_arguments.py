@@ -121,8 +121,8 @@ def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
     ]
     assert "--num-layers?" in reasons[1] and MODEL_CANNOT_BE_TRAINED in reasons[2] and "--help all" in reasons[3]
     # Flags with one reason share it.
-    reasons = refusal("--sft --mamba-num-heads 8 --is-hybrid-model").split("; ")
-    assert [reason.partition(":")[0] for reason in reasons] == ["--sft", "--mamba-num-heads, --is-hybrid-model"]
+    reasons = refusal("--sft --mtp-first-thing 8 --mtp-second-thing").split("; ")
+    assert [reason.partition(":")[0] for reason in reasons] == ["--sft", "--mtp-first-thing, --mtp-second-thing"]
     with pytest.raises(ConfigError, match=r"^--micro-batch-size, --lr must be given: add them$"):
         parse_arguments("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8".split())
 

@@ -1,0 +1,69 @@
+"""Layers with a state: the patterns that name them, their sizes, and values that are refused."""
+
+import pytest
+
+from megatron_terapipe.arguments import read_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.layers import Recurrence
+from megatron_terapipe.errors import ConfigError
+from tests.arguments.test_foreign_flags import REQUIRED
+
+SIZES = "--hidden-size 64 --mamba-head-dim 16 --mamba-num-groups 4"
+HEADS = "--num-attention-heads 8"
+MAMBA = Recurrence(kind="mamba2", num_heads=8, num_groups=4, key_size=128, value_size=16, conv_size=4)
+DELTA = Recurrence(kind="gated-delta-net", num_heads=32, num_groups=16, key_size=128, value_size=128, conv_size=4)
+
+
+def model_of(words: str) -> Config:
+    return read_arguments((REQUIRED + words).split()).config
+
+
+def test_symbols_of_a_pattern_are_layers_with_one_part() -> None:
+    config = model_of(f"--num-layers 7 --hybrid-layer-pattern M-*|-GE* {SIZES} --num-experts 4 --ffn-hidden-size 96")
+    shapes = [
+        (block.recurrence, bool(block.num_key_value_heads), block.ffn_hidden_size, block.num_experts)
+        for block in config.model.blocks
+    ]
+    mlp, attention = (None, False, 96, 0), (None, True, 0, 0)
+    assert shapes == [
+        *((MAMBA, False, 0, 0), mlp, attention, mlp),
+        *((DELTA, False, 0, 0), (None, False, 96, 4), attention),
+    ]
+    assert config.model.hybrid_layer_pattern == "M-*-GE*", "stages are no part of a model"
+    assert (config.parallel.stage_partition, config.parallel.num_model_chunks) == ("0,3,7", 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "delta"), [("3", [1, 1, 0, 1, 1, 0]), ("([1]*2+[0])*2", [1, 1, 0, 1, 1, 0]), ("1", [0] * 6)]
+)
+def test_layers_with_linear_attention(pattern: str, delta: list[int]) -> None:
+    words = f"--num-layers 6 --experimental-attention-variant gdn --linear-attention-freq {pattern}"
+    blocks = model_of(words).model.blocks
+    assert [block.recurrence for block in blocks] == [DELTA if each else None for each in delta]
+    assert all(bool(block.num_key_value_heads) is not bool(each) for block, each in zip(blocks, delta, strict=True))
+    assert all(block.ffn_hidden_size for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--hybrid-layer-pattern MD", "MD has a D, sparse attention with an indexer: this model cannot"),
+        ("--hybrid-layer-pattern M*/MM", "M*/MM has a /, multi-token prediction: this model cannot"),
+        ("--hybrid-layer-pattern MX", "MX has the unknown symbol 'X': use M, G, *, -, E, and | between stages"),
+        ("--hybrid-layer-pattern |", "has no layer: give symbols such as M-M*-"),
+        ("--hybrid-layer-pattern M-*", "M-* has 3 layers, and --num-layers is 2: drop the latter"),
+        ("--hybrid-layer-pattern=-E", "-E has layers of experts: add --num-experts"),
+        ("--hybrid-layer-pattern=-* --num-experts 4", "-* has no layer for --num-experts 4: add an E, or drop it"),
+        (f"--hybrid-layer-pattern M- {SIZES} --mamba-num-heads 6", "4 does not divide --mamba-num-heads 6: give one"),
+        ("--hybrid-layer-pattern M- --mamba-head-dim 7", "--mamba-head-dim 7 does not divide 2 x --hidden-size"),
+        ("--linear-num-key-heads 3", "--linear-num-key-heads 3 does not divide --linear-num-value-heads 32: give one"),
+        ("--linear-attention-freq 2", "has no effect without --experimental-attention-variant"),
+        (f"--hybrid-layer-pattern M- {SIZES} --tensor-model-parallel-size 8 {HEADS}", "--mamba-num-groups 4 is"),
+        (f"--hybrid-layer-pattern M- {SIZES} --ds-sequence-parallel-size 8 {HEADS}", "whose ranks share the g"),
+        ("--is-hybrid-model", "named one by one: drop it, and use --hybrid-layer-pattern"),
+    ],
+)  # fmt: skip
+def test_values_that_are_refused(words: str, line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        model_of(f"--num-layers 2 {words}" if "--num-layers" not in words else words)
+    assert line in str(refused.value)
