@@ -107,9 +107,13 @@ def linear_attention(
         in_last = (number == number[:, :, -1:])[..., None, None]
         keeps_state = (number[:, :, -1] == before).transpose(0, 1)[..., None, None]
     by_head = total.permute(0, 1, 3, 4, 2)
-    decay = (by_head.unsqueeze(-1) - by_head.unsqueeze(-2)).masked_fill(~causal, -inf).exp()  # b n g r c s
+    passed = (by_head.unsqueeze(-1) - by_head.unsqueeze(-2)).masked_fill(~causal, -inf)
+    # From a token to itself there is no decay, and no gradient: added and taken off, it would leave its rounding error.
+    itself = torch.eye(total.shape[2], dtype=torch.bool, device=total.device)
+    decay = passed.masked_fill(itself, 0.0).exp()  # b n g r c s
     from_state = total.exp() * sees_state
-    to_state = (total[:, :, -1:] - total).exp() * in_last
+    to_last = total[:, :, -1:] - total[:, :, :-1]
+    to_state = torch.nn.functional.pad(to_last, (0, 0, 0, 0, 0, 1)).exp() * in_last
     kept = total[:, :, -1].exp().transpose(0, 1) * keeps_state
     value, read = value.permute(0, 1, 3, 4, 2, 5), None
     if rate is not None:
