@@ -10,7 +10,6 @@ from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, output_layer
 from megatron_terapipe.config.rotation import rotation_of
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import (
     FirstVocabularyPart,
@@ -45,8 +44,6 @@ def gpt_layers(
         expert_ranks: ranks that share the experts of each layer; None for a single rank.
     """
     ranks = ranks or TensorParallelRanks()
-    if any(block.recurrence is not None for block in model.blocks):
-        raise ConfigError("layers with a state are described, and cannot be built yet: give layers with attention")
     rotations = {block: rotation_of(model, block) for block in model.blocks}
     # Layers that turn alike share one table.
     tables = {each: RotaryTable(each, model.seq_length) for each in rotations.values() if each is not None}
