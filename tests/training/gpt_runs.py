@@ -61,6 +61,12 @@ FAMILIES = {
         "--num-experts 4 --moe-router-topk 4 --moe-router-score-function sigmoid --moe-ffn-hidden-size 24"
         " --moe-shared-expert-intermediate-size 16 --moe-layer-freq 2"
     ),
+    # One part a layer, and one of each kind.
+    "hybrid": (
+        "--hybrid-layer-pattern MG*- --mamba-num-heads 8 --mamba-head-dim 4 --mamba-state-dim 6 --mamba-num-groups 4"
+        " --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
+        " --linear-conv-kernel-dim 3 --normalization RMSNorm"
+    ),
 }
 """Flags of well-known families of models, by name."""
 LONG_STEP = 2.0**20

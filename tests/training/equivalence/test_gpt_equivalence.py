@@ -23,7 +23,7 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.inference import WholeModel
 from tests.distributed import run_distributed
 from tests.runtime.attention.masks import attention_keep_mask, keep_mask
-from tests.training.gpt_runs import VOCAB, Setup, Step, batches, gradients_of_all
+from tests.training.gpt_runs import SEQ, VOCAB, Setup, Step, batches, gradients_of_all
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 3e-2}
 """Of every gradient. bf16 has 8 bits, so each product is off by up to 2^-9 = 2e-3, and some ten of them add up."""
@@ -127,6 +127,12 @@ SETUPS = [
     Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {PACKED}", fp64=True, family="mistral", micro_batches=3),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {FULL}", fp64=True, family="mistral", micro_batches=3),
     Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO}", family="mistral"),
+    # States carried from token slice to token slice, some of them shorter than the taps of a convolution.
+    Setup(1, f"{UNEVEN} {FULL} {DROPOUT} {PACKED}", fp64=True, family="hybrid"),
+    Setup(2, f"{PP2} {UNEVEN} {STAGE}", fp64=True, family="hybrid", micro_batches=3),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {SELECTIVE} {PACKED}", fp64=True, family="hybrid", micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {PACKED}", fp64=True, family="hybrid", micro_batches=3),
+    Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {PACKED} {FULL}", fp64=True, family="hybrid"),
     # Every axis at once.
     Setup(8, f"{SEQ2} {TP2} {PP2} {EVEN4} {SP} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
     Setup(8, f"{TP2} {PP2} {UNEVEN} {UNTIED} {DROPOUT} {ZERO}"),
@@ -236,6 +242,25 @@ class WholePast:
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
+
+    def carried(self, name: str, initial: Tensor) -> Tensor:
+        return initial
+
+    def carry(self, name: str, state: Tensor) -> None:
+        pass
+
+    def begins(self, device: torch.device) -> Tensor | None:
+        one_each = all(len(row) == 1 for row in self.starts)
+        return None if one_each else self.positions(SEQ) == 0
+
+    def all_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    def own_tokens(self, output: Tensor) -> Tensor:
+        return output
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        return weight
 
     def counts(self, layer: Any, num_groups: int, device: torch.device) -> Counts:
         return Counts(layer, num_groups, device)
