@@ -15,7 +15,7 @@ from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
@@ -105,7 +105,7 @@ def _check_facts(part: str, facts: object, hint: UnionType, rule: str) -> None:
 
 def _fits(value: object, hint: Any) -> bool:
     """Whether a JSON value fits a field of a type."""
-    if isinstance(hint, UnionType):
+    if get_origin(hint) in (Union, UnionType):  # the first where a part is a Literal
         return any(_fits(value, each) for each in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
