@@ -9,15 +9,19 @@ import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.inference import WholeModel, generate
 from tests.inference.checkpoints import MODEL, write_checkpoint
-from tests.model.configs import OF_FAMILIES, model_config
+from tests.model.configs import HYBRID, OF_FAMILIES, model_config
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
-def test_every_weight_comes_back(tmp_path: Path, untied: bool) -> None:
-    model = replace(MODEL, untie_embeddings_and_output_weights=untied)
+@pytest.mark.parametrize(
+    "model",
+    [replace(MODEL, untie_embeddings_and_output_weights=False), MODEL, model_config(**HYBRID)],
+    ids=["tied", "untied", "hybrid"],
+)
+def test_every_weight_comes_back(tmp_path: Path, model: ModelConfig) -> None:
     directory = write_checkpoint(tmp_path, model)
     fresh = WholeModel(model, base_seed=99)
     saved = WholeModel(model).state_dict()
@@ -110,12 +114,12 @@ def test_top_p_draws_from_the_fewest_that_add_up_to_it(model: WholeModel, top_p:
     assert len(drawn) >= min(len(nucleus), 3)
 
 
-@pytest.mark.parametrize("family", OF_FAMILIES)
+@pytest.mark.parametrize("family", [*OF_FAMILIES, "hybrid"])
 def test_families_equal_reading_the_whole_text_again(family: str) -> None:
-    """Rotations follow the position, which is that of the token slice of one token, and so do windows."""
+    """Rotations and windows follow the position, that of the token slice of one token; states are carried."""
     given = {"max_position_embeddings": MODEL.max_position_embeddings, "init_method_std": 0.5}
     given["untie_embeddings_and_output_weights"] = True
-    model = WholeModel(model_config(**OF_FAMILIES[family] | given)).double()
+    model = WholeModel(model_config(**{**OF_FAMILIES, "hybrid": HYBRID}[family] | given)).double()
     found = list(generate(model, PROMPT, 20, temperature=0, **LIMITS))
     assert found == read_again_for_every_token(model, PROMPT, 20)
     assert len(set(found)) > 5

@@ -117,6 +117,21 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Settings of well-known families."""
 
+HYBRID: dict[str, Any] = {
+    "hybrid_layer_pattern": "MG*-",
+    "num_layers": 4,
+    "normalization": "rmsnorm",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "mamba_state_dim": 5,
+    "mamba_num_groups": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+"""One layer of each part."""
+
 MODELS = {
     "plain": model_config(),
     "grouped": model_config(num_key_value_heads=2),
