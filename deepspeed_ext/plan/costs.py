@@ -292,6 +292,10 @@ def attention_costs(
     return OpCosts(table(1.0), table(2.0), table(0.0))
 
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk of linear attention: work inside a chunk grows with it, and the number of states in between
+shrinks."""
+
 SCORES_AT_ONCE = 2**27
 """Scores that exist at once, if a tile has more than one query: 512 MiB in fp32 for each tensor of their shape."""
 

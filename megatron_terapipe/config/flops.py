@@ -21,7 +21,8 @@ Arguments are numbers, or arrays that broadcast; counts of whole numbers below 2
 from dataclasses import replace
 from typing import Any
 
-from megatron_terapipe.config.layers import BlockShape
+from deepspeed_ext.plan.costs import CHUNK_TOKENS
+from megatron_terapipe.config.layers import BlockShape, Recurrence
 from megatron_terapipe.config.model import ModelConfig
 
 
@@ -70,7 +71,7 @@ device that does 165 FLOPs a byte."""
 
 
 def block_weights(model: ModelConfig, block: BlockShape, *, active: bool = False) -> int:
-    """Entries of the weight matrices of a block: query, key, value, projection, and those of MLP, router and experts.
+    """Entries of the weight matrices of a block: those around attention or a recurrence, of MLP, router and experts.
 
     Args:
         active: count only those that a token is multiplied by: of the experts, the ones that it chooses.
@@ -78,9 +79,52 @@ def block_weights(model: ModelConfig, block: BlockShape, *, active: bool = False
     query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
     key_value_size = 2 * block.num_key_value_heads * model.kv_channels
     attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
+    if block.recurrence is not None:
+        inner = recurrence_channels(block.recurrence)
+        attention = model.hidden_size * (inner + block.recurrence.num_heads * block.recurrence.value_size)
     experts = model.moe_router_topk if active and block.num_experts else block.num_experts
     routed = router_weights(model, block) + experts * mlp_weights(model, block.ffn_hidden_size)
     return attention + routed + mlp_weights(model, dense_width(block))
+
+
+def recurrence_channels(sizes: Recurrence) -> int:
+    """Outputs of the first projection of a recurrence: its inputs, gate, steps and, in a delta net, rates."""
+    return convolved_channels(sizes) + sizes.num_heads * (sizes.value_size + 1 + (sizes.kind == "gated-delta-net"))
+
+
+def convolved_channels(sizes: Recurrence) -> int:
+    """Channels of queries, keys and values of a recurrence, which go through its convolution."""
+    return 2 * sizes.num_groups * sizes.key_size + sizes.num_heads * sizes.value_size
+
+
+def recurrence_parameters(sizes: Recurrence) -> int:
+    """Parameters of a recurrence that ranks share, without its projections: convolution, decays, steps, skips, norm."""
+    if sizes.kind == "gated-delta-net":
+        return convolved_channels(sizes) * sizes.conv_size + 2 * sizes.num_heads
+    of_heads = (3 + sizes.value_size) * sizes.num_heads
+    return convolved_channels(sizes) * (sizes.conv_size + 1) + of_heads
+
+
+def recurrence_flops_per_token(sizes: Recurrence) -> int:
+    """Forward FLOPs of a token in the products of a recurrence, in chunks of C tokens; the same at every position.
+
+    Of each group scores, 2CK, in a delta net also those of its keys; of each head sums of values, 2CV, reading and
+    writing the state, 4KV (Dao and Gu, arXiv 2405.21060 section 6), in a delta net reading it once more, 2KV, and a
+    triangular system, C (K + V) (Yang et al., arXiv 2406.06484 section 3). Masked scores are computed.
+    """
+    heads, groups, key, value = sizes.num_heads, sizes.num_groups, sizes.key_size, sizes.value_size
+    chunk = 2 * CHUNK_TOKENS * (groups * key + heads * value)
+    states = 4 * heads * key * value
+    if sizes.kind == "gated-delta-net":
+        chunk += 2 * CHUNK_TOKENS * groups * key + CHUNK_TOKENS * heads * (key + value)
+        states += 2 * heads * key * value
+    return chunk + states
+
+
+def state_bytes(sizes: Recurrence, element_bytes: int) -> int:
+    """Bytes of the states of a sequence that a recurrence carries: matrices in fp32, and inputs of its convolution."""
+    matrices = 4 * sizes.num_heads * sizes.key_size * sizes.value_size
+    return matrices + (sizes.conv_size - 1) * convolved_channels(sizes) * element_bytes
 
 
 def dense_width(block: BlockShape) -> int:
@@ -111,6 +155,8 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
         queries, keys = _head_channels(model, block)
         shared += model.has_qkv_bias * (queries + 2 * keys)
         shared += (model.qk_norm == "all-heads") * (queries + keys)
+    if block.recurrence is not None:
+        shared += recurrence_parameters(block.recurrence)
     shared += model.has_mlp_bias * (1 + model.gated) * dense_width(block)
     return shared + expert_parameters(model, block) + block_unshared_parameters(model, block)
 
@@ -121,14 +167,22 @@ def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
     of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
     norms = block_norms(model, block) * norm_parameters(model)
+    if block.recurrence is not None and block.recurrence.kind == "gated-delta-net":
+        norms += block.recurrence.value_size
     return norms + biases * model.hidden_size + of_heads + router_weights(model, block)
 
 
 def block_norms(model: ModelConfig, block: BlockShape) -> int:
     """Count the norms of hidden states in a block."""
-    parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    parts = _parts(block)
     of_each = 2 if model.norm_placement == "both" else 1
     return parts * of_each - (model.shared_block_norm and parts == 2)
+
+
+def _parts(block: BlockShape) -> int:
+    """Count the parts of a block: attention or a recurrence, and an MLP or experts."""
+    mixes_tokens = bool(block.num_key_value_heads) or block.recurrence is not None
+    return mixes_tokens + bool(block.ffn_hidden_size)
 
 
 def _head_channels(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
@@ -171,8 +225,9 @@ def model_parameters(model: ModelConfig, *, active: bool = False) -> int:
 
 
 def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
-    """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
-    return 2 * block_weights(model, block, active=True)
+    """Forward FLOPs of a token in one block without attention, the same at every position."""
+    recurrence = 0 if block.recurrence is None else recurrence_flops_per_token(block.recurrence)
+    return 2 * block_weights(model, block, active=True) + recurrence
 
 
 def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
@@ -237,7 +292,7 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
     The input of a block is that of two norms where attention and MLP are parallel. A norm of an output keeps that
     output; where there is no other norm, the product before keeps its input as it is.
     """
-    parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    parts = _parts(block)
     match model.norm_placement:
         case "post":
             stay, normed = 2 * parts, 0
@@ -248,6 +303,14 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
     # Router, experts and shared experts read the output of their norm, which is kept for all of them.
     kept = int(bool(block.num_experts and normed))
     return stay + kept, normed - kept
+
+
+def kept_channels(sizes: Recurrence) -> int:
+    """Numbers that a recurrence keeps of a token between its projections, where the rest is computed again.
+
+    These are the outputs of the first projection, and its own output before and after the norm.
+    """
+    return recurrence_channels(sizes) + 2 * sizes.num_heads * sizes.value_size
 
 
 CHOICE_BYTES = 4 + 8 + 8 + 2
@@ -307,6 +370,8 @@ def block_activation_bytes_per_token(
     if block.num_key_value_heads:
         elements += 2 * model.num_attention_heads * model.kv_channels + block_normed_channels(model, block)
         kept = key_value + LOG_SUM_EXP_BYTES * model.num_attention_heads
+    if block.recurrence is not None:
+        elements += kept_channels(block.recurrence)
     if block.num_experts:
         sizes = block.num_experts, model.moe_router_topk, model.hidden_size, block.ffn_hidden_size
         kept += int(routed_activation_bytes(*sizes, model.gated, element_bytes))

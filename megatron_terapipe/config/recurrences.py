@@ -46,8 +46,8 @@ class RecurrenceSettings(ExpertSettings):
     mamba_state_dim: int = option(128, least=1, most=MOST_WIDTH)
     """State of each channel of Mamba-2."""
 
-    experimental_attention_variant: Literal["gated_delta_net"] | None = option(
-        None,
+    experimental_attention_variant: Literal["none", "gated_delta_net"] = option(
+        "none",
         needs=("linear_attention_freq",),
         spellings={"gdn": "gated_delta_net"},
         elsewhere={"dsa": MODEL_CANNOT_BE_TRAINED},

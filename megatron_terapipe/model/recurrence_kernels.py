@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.runtime.attention.recurrences import CHUNK, causal_convolution, linear_attention
+from deepspeed_ext.plan.costs import CHUNK_TOKENS
+from deepspeed_ext.runtime.attention.recurrences import causal_convolution, linear_attention
 
 Results = tuple[Tensor, Tensor]
 """Outputs of the tokens, and the state after them."""
@@ -64,7 +65,7 @@ class Kernel:
             try:
                 fused, plain = partial(self.fused, self._installed()), partial(self.plain, begins=None)
                 few = [
-                    each[:, : 2 * CHUNK] if index < self.of_tokens and each is not None else each
+                    each[:, : 2 * CHUNK_TOKENS] if index < self.of_tokens and each is not None else each
                     for index, each in enumerate(tensors)
                 ]
                 pairs = zip(_both_ways(fused, few), _both_ways(plain, few), strict=True)

@@ -1,14 +1,21 @@
 """Layers with a state: the patterns that name them, their sizes, and values that are refused."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.config import Config
+from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.layers import Recurrence
+from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.inference import WholeModel
 from tests.arguments.test_foreign_flags import REQUIRED
 
 SIZES = "--hidden-size 64 --mamba-head-dim 16 --mamba-num-groups 4"
+LINEAR = "--experimental-attention-variant gdn --linear-attention-freq"
 HEADS = "--num-attention-heads 8"
 MAMBA = Recurrence(kind="mamba2", num_heads=8, num_groups=4, key_size=128, value_size=16, conv_size=4)
 DELTA = Recurrence(kind="gated-delta-net", num_heads=32, num_groups=16, key_size=128, value_size=128, conv_size=4)
@@ -37,11 +44,25 @@ def test_symbols_of_a_pattern_are_layers_with_one_part() -> None:
     ("pattern", "delta"), [("3", [1, 1, 0, 1, 1, 0]), ("([1]*2+[0])*2", [1, 1, 0, 1, 1, 0]), ("1", [0] * 6)]
 )
 def test_layers_with_linear_attention(pattern: str, delta: list[int]) -> None:
-    words = f"--num-layers 6 --experimental-attention-variant gdn --linear-attention-freq {pattern}"
+    words = f"--num-layers 6 {LINEAR} {pattern}"
     blocks = model_of(words).model.blocks
     assert [block.recurrence for block in blocks] == [DELTA if each else None for each in delta]
     assert all(bool(block.num_key_value_heads) is not bool(each) for block, each in zip(blocks, delta, strict=True))
     assert all(block.ffn_hidden_size for block in blocks)
+
+
+@pytest.mark.parametrize("layers", ["--hybrid-layer-pattern M-*-G --num-layers 5", f"--num-layers 3 {LINEAR} 3"])
+def test_parameters_are_those_of_the_model(layers: str) -> None:
+    model = model_of(f"{layers} {SIZES} --linear-num-key-heads 4 --linear-value-head-dim 24 --vocab-size 100").model
+    with torch.device("meta"):
+        built = WholeModel(model)
+    assert model_parameters(model) == sum(weight.numel() for weight in built.parameters())
+
+
+def test_token_slices_of_equal_work_are_equal_without_attention() -> None:
+    model = model_of(f"--num-layers 4 --hybrid-layer-pattern M-G- {SIZES}").model
+    assert balanced_token_slices(model, 4).lengths == (32,) * 4
+    assert len(set(balanced_token_slices(replace(model, hybrid_layer_pattern="M-*-"), 4).lengths)) > 1
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens of a chunk: work inside a chunk grows with it, and the number of states in between shrinks."""
+from deepspeed_ext.plan.costs import CHUNK_TOKENS
 
 
 def causal_convolution(
@@ -88,7 +87,7 @@ def linear_attention(
 
     def chunks(tensor: Tensor) -> Tensor:
         """[B, N, ...] to [b, n, c, ...]; tokens that fill the last chunk are 0, which changes no state."""
-        size = min(CHUNK, length)
+        size = min(CHUNK_TOKENS, length)
         padded = torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, -length % size))
         return padded.unflatten(1, (-1, size))
 

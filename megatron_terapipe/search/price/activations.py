@@ -18,7 +18,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
-from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, routed_activation_bytes
+from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, kept_channels, routed_activation_bytes
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.price.layer_times import Numbers, ScalarOrArray, held_rows, key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
@@ -184,8 +184,9 @@ class LayerMemory:
                 in_tile = layer.tokens if window is None else min(window - 1 + longest_in_window(window), layer.tokens)
                 tile_scores = SCORE_BYTES * attention.query_heads * in_tile / size
         gradient_ratio = ELEMENT_BYTES[self.key_value_gradients] / element
-        has_attention, has_mlp = attention is not None, layer.has_mlp
-        num_parts = has_attention + has_mlp
+        has_attention, has_mlp, sizes = attention is not None, layer.has_mlp, layer.recurrence
+        num_parts = (has_attention or sizes is not None) + has_mlp
+        mixing = 0.0 * size if sizes is None else element * kept_channels(sizes) / size
         masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
         # Norm inputs and outputs; query, the product of probabilities and values; the MLP's two widths, and its gate.
         norms, inputs = layer.kept_states * hidden, layer.normed_states * hidden
@@ -199,6 +200,7 @@ class LayerMemory:
             + inputs
             + normed_heads
             + 2 * query
+            + mixing
             + exchanged
             + core
             + widths
@@ -208,6 +210,7 @@ class LayerMemory:
             + (0.0 if owned else key_value)
         )
         widest = np.maximum(np.maximum(2 * mlp_width, query + key_value), self.routed(working=True))
+        widest = np.maximum(widest, mixing)
         gradients = 2 * hidden + widest + (0.0 if flash else 0.8 * scores)
         kept, again = everything, 0.0 * size
         if recompute == "full" and layer.recomputed:

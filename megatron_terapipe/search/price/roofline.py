@@ -47,9 +47,12 @@ from deepspeed_ext.plan.costs import longest_in_window
 from megatron_terapipe.config.flops import (
     BACKWARD_PER_FORWARD,
     FLASH_BACKWARD_PER_FORWARD,
+    kept_channels,
     logits_computed_again,
     positions_in_reach,
+    recurrence_flops_per_token,
 )
+from megatron_terapipe.config.layers import Recurrence
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Operator, Software
 from megatron_terapipe.search.price.efficiency import (
@@ -209,6 +212,9 @@ CAST_BYTES = 4
 (1 + 1), of which one is for the product of the weight's gradient (docs.nvidia.com/deeplearning/transformer-engine,
 `nvte_cast_transpose`)."""
 
+RECURRENCE_KERNELS = 12
+"""Kernels of the forward of a recurrence: convolution, activation, steps, scan in a few kernels, norm and gate."""
+
 CORE_TILES = 1 / 108
 """A CPU core computes one tile after the other, where an A100 has a wave of 108 at once, one for each multiprocessor
 (NVIDIA A100 Tensor Core GPU Architecture, table 4): so much less is unfilled at the end, and the
@@ -271,6 +277,8 @@ class Roofline:
         )
         if layer.attention is not None:
             parts.append(self._attention(query, layer.attention))
+        if layer.recurrence is not None:
+            parts.append(self._recurrence(query, layer.recurrence))
         if layer.experts is not None:
             parts += self._experts(query, layer.experts)
         parts += self._element_wise(query)
@@ -446,6 +454,20 @@ class Roofline:
             input_kernels=core.backward_kernels + core.prefix.backward_kernels * np.greater(in_reach, tokens),
             selective_kernels=core.forward_kernels if again else 0.0,
         )
+
+    def _recurrence(self, query: LayerQuery, sizes: Recurrence) -> _Part:
+        """Small products between two projections, which the backward computes again; memory moves as in attention.
+
+        Its kernels are those of attention with so many FLOPs; no published times are behind this.
+        """
+        device, tp = query.device, query.tensor_parallel_size
+        reached = self._products_reach(device) * self.efficiency.attention_efficiency
+        computing = recurrence_flops_per_token(sizes) / tp * query.rows / reached
+        moved = self._moving_s(device, self._element_bytes * kept_channels(sizes) / tp * query.rows)
+        forward = np.maximum(computing, moved)
+        backward = (1 + BACKWARD_PER_FORWARD) * forward
+        kernels = RECURRENCE_KERNELS
+        return _Part(forward, backward, forward_kernels=kernels, input_kernels=3 * kernels)
 
     def _pairs(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
         """Pairs of a token and a position with a computed score."""

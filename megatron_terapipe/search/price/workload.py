@@ -12,7 +12,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.config import flops
 from megatron_terapipe.config.flops import attended_positions
-from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.layers import BlockShape, Recurrence
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 
@@ -149,6 +149,8 @@ class Layer:
     """Those of `parameters` of which every tensor-parallel rank holds a copy (norms, positions)."""
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
+    recurrence: Recurrence | None = None
+    """Token mixer with a state, in place of attention."""
     experts: Experts | None = None
     num_norms: int = 0
     kept_states: int = None  # type: ignore[assignment]
@@ -177,7 +179,7 @@ class Layer:
     """Numbers in its output once per micro-batch, whatever its size (an attention mask)."""
 
     def __post_init__(self) -> None:
-        parts = (self.attention is not None) + self.has_mlp
+        parts = (self.attention is not None or self.recurrence is not None) + self.has_mlp
         for name, count in (("kept_states", max(self.num_norms, parts)), ("normed_states", parts)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, count)
@@ -187,7 +189,8 @@ class Layer:
         """Forward FLOPs of a token in matrix products, the same at every position; of experts, in the chosen ones."""
         experts = self.experts
         routed = 0 if experts is None else self.hidden_size * experts.number + experts.chosen * experts.weights
-        return 2 * (sum(product.weights for product in self.products) + routed)
+        mixing = 0 if self.recurrence is None else flops.recurrence_flops_per_token(self.recurrence)
+        return 2 * (sum(product.weights for product in self.products) + routed) + mixing
 
     @property
     def is_block(self) -> bool:
@@ -375,6 +378,11 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         products += Product(hidden, of_heads, "column"), Product(heads * head_size, hidden, "row")
         num_biases += model.has_qkv_bias + model.has_projection_bias
         biased_channels += model.has_qkv_bias * of_heads + model.has_projection_bias * hidden
+    if (sizes := shape.recurrence) is not None:
+        products += (
+            Product(hidden, flops.recurrence_channels(sizes), "column"),
+            Product(sizes.num_heads * sizes.value_size, hidden, "row"),
+        )
     experts, width = None, flops.dense_width(shape)
     if width:
         products += _mlp_products(model, width)
@@ -401,6 +409,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         unshared_parameters=flops.block_unshared_parameters(model, shape),
         products=tuple(products),
         attention=attention,
+        recurrence=sizes,
         experts=experts,
         num_norms=flops.block_norms(model, shape),
         kept_states=kept_states,
