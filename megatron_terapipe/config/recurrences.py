@@ -3,7 +3,7 @@
     symbol   layer
     M        Mamba-2             Dao and Gu, arXiv 2405.21060
     G        gated delta net     Yang et al., arXiv 2412.06464
-    *        attention
+    *, A     attention; configurations have the letter, which shells leave as it is
     -        MLP
     E        experts
 
@@ -20,7 +20,7 @@ from megatron_terapipe.config.options import option, resolve
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 PATTERN_FLAG = "--hybrid-layer-pattern"
-_SYMBOLS = "MG*-E"
+_SYMBOLS = "MGA-E"
 _ELSEWHERE = {"D": "sparse attention with an indexer", "+": "latent attention", "/": "multi-token prediction"}
 
 
@@ -29,8 +29,8 @@ class RecurrenceSettings(ExpertSettings):
     """Layers with a state in a model."""
 
     hybrid_layer_pattern: str | None = option(None, metavar="PATTERN", aliases=("--hybrid-override-pattern",))
-    """Layers of one part each, by symbols: M for Mamba-2, G for a gated delta net, * for attention, - for an MLP, E for
-    experts, such as M-M-M*-M-. --num-layers follows from it. A | between two layers begins a stage."""
+    """Layers of one part each, by symbols: M for Mamba-2, G for a gated delta net, * or A for attention, - for an MLP,
+    E for experts, such as M-M-M*-M-. --num-layers follows from it. A | between two layers begins a stage."""
 
     mamba_num_heads: int | None = option(
         derived="2 x --hidden-size / --mamba-head-dim, with M in --hybrid-layer-pattern", least=1, most=MOST_HEADS
@@ -121,17 +121,17 @@ class RecurrenceSettings(ExpertSettings):
         if symbol in "MG":
             recurrence = self.mamba if symbol == "M" else self.delta_net
             return BlockShape(num_key_value_heads=0, ffn_hidden_size=0, recurrence=recurrence)
-        if symbol == "*":
+        if symbol == "A":
             return replace(usual, ffn_hidden_size=0)
         return replace(experts if symbol == "E" else usual, num_key_value_heads=0)
 
 
 def pattern_and_stages(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return the symbols of a pattern, and the bounds of the stages that it draws; no bounds if it draws none."""
+    """Return the symbols of a pattern, A for attention, and the bounds of the stages that it draws, if it draws any."""
     for symbol, meaning in _ELSEWHERE.items():
         if symbol in text:
             raise ConfigError(f"{PATTERN_FLAG} {text} has a {symbol}, {meaning}: {MODEL_CANNOT_BE_TRAINED}")
-    parts = text.strip().split("|")
+    parts = text.strip().replace("*", "A").split("|")
     symbols = "".join(parts)
     if unknown := set(symbols) - set(_SYMBOLS):
         raise ConfigError(

@@ -36,7 +36,7 @@ def test_symbols_of_a_pattern_are_layers_with_one_part() -> None:
         *((MAMBA, False, 0, 0), mlp, attention, mlp),
         *((DELTA, False, 0, 0), (None, False, 96, 4), attention),
     ]
-    assert config.model.hybrid_layer_pattern == "M-*-GE*", "stages are no part of a model"
+    assert config.model.hybrid_layer_pattern == "M-A-GEA", "stages are no part of a model"
     assert (config.parallel.stage_partition, config.parallel.num_model_chunks) == ("0,3,7", 2)
 
 
@@ -72,9 +72,9 @@ def test_token_slices_of_equal_work_are_equal_without_attention() -> None:
         ("--hybrid-layer-pattern M*/MM", "M*/MM has a /, multi-token prediction: this model cannot"),
         ("--hybrid-layer-pattern MX", "MX has the unknown symbol 'X': use M, G, *, -, E, and | between stages"),
         ("--hybrid-layer-pattern |", "has no layer: give symbols such as M-M*-"),
-        ("--hybrid-layer-pattern M-*", "M-* has 3 layers, and --num-layers is 2: drop the latter"),
+        ("--hybrid-layer-pattern M-*", "M-A has 3 layers, and --num-layers is 2: drop the latter"),
         ("--hybrid-layer-pattern=-E", "-E has layers of experts: add --num-experts"),
-        ("--hybrid-layer-pattern=-* --num-experts 4", "-* has no layer for --num-experts 4: add an E, or drop it"),
+        ("--hybrid-layer-pattern=-* --num-experts 4", "-A has no layer for --num-experts 4: add an E, or drop it"),
         (f"--hybrid-layer-pattern M- {SIZES} --mamba-num-heads 6", "4 does not divide --mamba-num-heads 6: give one"),
         ("--hybrid-layer-pattern M- --mamba-head-dim 7", "--mamba-head-dim 7 does not divide 2 x --hidden-size"),
         ("--linear-num-key-heads 3", "--linear-num-key-heads 3 does not divide --linear-num-value-heads 32: give one"),

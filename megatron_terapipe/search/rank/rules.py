@@ -88,11 +88,14 @@ def _tokens_of_experts(grid: StrategyGrid, problem: SearchProblem, sequence_para
 
 def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
     """Return the numbers that tensor-parallel ranks must divide, by their unit."""
-    shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
+    units = ("attention heads", "key and value heads", "groups of a recurrence", "columns")
+    shared: dict[str, set[int]] = {unit: set() for unit in units}
     for layer in {id(each): each for each in problem.workload.layers}.values():
         if layer.attention is not None:
             shared["attention heads"].add(layer.attention.query_heads)
             shared["key and value heads"].add(layer.attention.key_value_heads)
+        if layer.recurrence is not None:
+            shared["groups of a recurrence"].add(layer.recurrence.num_groups)
         if layer.kind == "head":
             continue  # the vocabulary is padded
         for product in layer.products:
@@ -116,6 +119,9 @@ def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     if size == 1:
         return None
     for layer in {id(each): each for each in problem.workload.layers}.values():
+        groups = None if layer.recurrence is None else layer.recurrence.num_groups // tensor
+        if groups is not None and groups % size:
+            return f"{groups} groups of a recurrence cannot be shared by {size} sequence-parallel ranks"
         if layer.attention is None or problem.software.communication.ring:
             continue
         if layer.attention.separate_window is not None:

@@ -164,12 +164,13 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
 
 
 def _shares_of_heads(problem: SearchProblem) -> tuple[int, ...]:
-    """Sizes with which ranks can share the heads of every attention, and all devices are used."""
+    """Sizes with which ranks can share the heads of every attention and recurrence, and all devices are used."""
     workload = problem.workload
     if problem.software.communication.ring:
         longest = workload.seq_length // LEAST_TOKENS_OF_A_RANK
         return tuple(size for size in divisors(problem.cluster.num_devices) if size <= max(longest, 1))
     heads = [each.attention.query_heads for each in workload.layers if each.attention is not None]
+    heads += [each.recurrence.num_groups for each in workload.layers if each.recurrence is not None]
     if not heads or workload.seq_length < LONG_SEQUENCE or not workload.can_cut_tokens:
         return (1,)
     most = gcd(*heads)
