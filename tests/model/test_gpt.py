@@ -6,7 +6,7 @@ from math import log, sqrt
 import pytest
 import torch
 from deepspeed.pipe import TiedLayerSpec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.layout import StagePartition
@@ -16,7 +16,7 @@ from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, Wo
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, layers_with_weights, pipeline_partition
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
-from tests.model.configs import MODELS, llama_config, logits_of, model_config, models
+from tests.model.configs import HYBRID, MODELS, llama_config, logits_of, model_config, models
 
 ALONE = TensorParallelRanks()
 START = [WordEmbedding, PositionEmbedding]
@@ -53,6 +53,7 @@ def test_blocks_have_the_shapes_of_their_layers() -> None:
 
 
 @given(model=models())
+@example(model=model_config(**HYBRID))
 @settings(max_examples=60)
 def test_parameters_are_as_many_as_the_formulas_say(model: ModelConfig) -> None:
     specs = gpt_layers(model)
