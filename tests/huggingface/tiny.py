@@ -141,6 +141,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_bigcode": ("gpt_bigcode", {}),
+    "ministral": ("ministral", {"sliding_window": 6, "layer_types": _TYPES, "head_dim": 12}),
+    "arcee": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 12}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12, "use_bias": True}),
+    "glm": ("glm", {"head_dim": 12, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.34}}),
+    "glm4": ("glm4", {"head_dim": 12, "tie_word_embeddings": True}),
+    "olmo3": ("olmo3", {"sliding_window": 6, "layer_types": _TYPES}),
+    "olmo3-scaled": (
+        "olmo3",
+        {
+            **{"sliding_window": 6, "layer_types": _TYPES},
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_theta": 50.0}},
+        },
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
 """The `model_type` of each, and its settings other than the common ones."""

@@ -171,9 +171,14 @@ def _written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
     return section
 
 
-def rotations_by_layer(windows: Setting) -> Setting:
-    """Return the rotations of Gemma 3: those of layers with a window have a base of their own, and are never scaled."""
-    usual_base, usual_local_base = 1_000_000.0, 10_000.0
+def rotations_by_layer(
+    windows: Setting, usual_base: float = 1_000_000.0, usual_local_base: float = 10_000.0, *, nested: bool = False
+) -> Setting:
+    """Return the rotations of Gemma 3: those of layers with a window have a base of their own, and are never scaled.
+
+    Args:
+        nested: whether they are written in sections only, which transformers 4 did not have.
+    """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
         found = windows.read(file, fields)
@@ -195,11 +200,17 @@ def rotations_by_layer(windows: Setting) -> Setting:
         }
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
+        local = model.rotary_base_local or usual_local_base
+        if nested:
+            scaling = _written_scaling(model) or {"rope_type": "default"}
+            whole = {"rope_theta": model.rotary_base, **scaling}
+            sections = {_WHOLE: whole, _WINDOW: {"rope_type": "default", "rope_theta": local}}
+            return {**windows.write(model), "rope_parameters": sections}
         # In the form that transformers 4 and 5 read.
         return {
             **windows.write(model),
             "rope_theta": model.rotary_base,
-            "rope_local_base_freq": model.rotary_base_local or usual_local_base,
+            "rope_local_base_freq": local,
             "rope_scaling": _written_scaling(model),
         }
 
@@ -227,19 +238,19 @@ def window_of_all(default: int | None = None) -> Setting:
     return Setting(("sliding_window", "layer_types"), read, lambda model: {"sliding_window": model.sliding_window})
 
 
-def window_by_type(usual: int, every_key: str | None = None) -> Setting:
+def window_by_type(usual: int | None, every_key: str | None = None) -> Setting:
     """Return the window that layers of a type have, or, without a list of types, all but every Nth.
 
     Args:
-        usual: N where the key is missing.
+        usual: N where the key is missing; None if without types all layers have the window, if there is one.
         every_key: key of N; None if it has none.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
         every = usual if every_key is None else file.value(every_key, COUNT, usual)
-        types = _layer_types(file, fields)
-        has_window = types or [(index + 1) % every != 0 for index in range(fields["num_layers"])]
-        return _windows(file, file.value("sliding_window", COUNT, 4096, nullable=True), has_window)
+        window = file.value("sliding_window", COUNT, 4096, nullable=True)
+        without = [window is not None if every is None else (i + 1) % every != 0 for i in range(fields["num_layers"])]
+        return _windows(file, window, _layer_types(file, fields) or without)
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
         # Without windows, too, transformers needs a number there.
@@ -247,6 +258,25 @@ def window_by_type(usual: int, every_key: str | None = None) -> Setting:
         return {"sliding_window": window, "layer_types": _written_types(model)}
 
     return Setting(("sliding_window", "layer_types", *([every_key] if every_key else [])), read, write)
+
+
+def window_or_unrotated() -> Setting:
+    """Return the window of most layers; if there is one, the layers without it are not rotated."""
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        window = file.value("sliding_window", COUNT, 4096, nullable=True)
+        has_window = _layer_types(file, fields)
+        if has_window is None:
+            every = 4 if window is None else file.value("sliding_window_pattern", COUNT, 4)
+            has_window = [window is not None and (i + 1) % every != 0 for i in range(fields["num_layers"])]
+        unrotated = [window is not None and not each for each in has_window]
+        rotated = {"no_rope_freq": pattern_of(unrotated, unrotated)} if any(unrotated) else {}
+        return {**_windows(file, window, has_window), **rotated}
+
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        return {"sliding_window": model.sliding_window, "layer_types": _written_types(model)}
+
+    return Setting(("sliding_window", "layer_types", "sliding_window_pattern"), read, write)
 
 
 def window_after_layer() -> Setting:

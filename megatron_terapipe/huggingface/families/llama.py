@@ -15,11 +15,13 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     window_after_layer,
     window_by_type,
     window_of_all,
+    window_or_unrotated,
 )
 from megatron_terapipe.huggingface.families.settings import (
     ATTENTION_BIASES,
     GATED,
     NUMBER,
+    UNGATED,
     Setting,
     always,
     biases,
@@ -101,14 +103,84 @@ LLAMA = llama_like(
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
 
-MISTRAL = llama_like(
-    "mistral",
-    "MistralForCausalLM",
+_MISTRAL: dict[str, Any] = {"key_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072}
+
+MISTRAL = llama_like("mistral", "MistralForCausalLM", swish(), window_of_all(4096), **_MISTRAL)
+
+MINISTRAL = llama_like("ministral", "MinistralForCausalLM", swish(), window_by_type(None), **_MISTRAL)
+
+ARCEE = llama_like(
+    "arcee",
+    "ArceeForCausalLM",
+    word("hidden_act", "activation", UNGATED, "relu2"),
+    bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+    epsilon=1e-5,
+    tensors=TensorNames(up=("mlp.up_proj",)),
+    hidden_size=2560,
+    intermediate_size=18432,
+    max_position_embeddings=4096,
+)
+
+SEED_OSS = llama_like(
+    "seed_oss",
+    "SeedOssForCausalLM",
     swish(),
-    window_of_all(4096),
+    ignored("pretraining_tp"),
+    written(residual_dropout="hidden_dropout"),
+    bias=biases(qkv="attention_bias", projection="attention_out_bias", mlp="mlp_bias", default="attention_bias"),
     key_heads=8,
-    intermediate_size=14336,
+    head_size=128,
+    vocab_size=155136,
+    intermediate_size=27648,
+    num_hidden_layers=64,
+    num_attention_heads=80,
+    max_position_embeddings=524288,
+)
+
+ERNIE4_5 = llama_like(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    swish(),
+    always(rotary_interleaved=True),
+    rotation=rotations(base=500_000.0),
+    bias=biases(qkv="use_bias", projection="use_bias", mlp="use_bias"),
+    key_heads=2,
+    head_size=128,
+    epsilon=1e-5,
+    tied=True,
+    vocab_size=103424,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=18,
+    num_attention_heads=16,
     max_position_embeddings=131072,
+)
+
+_GLM: dict[str, Any] = {
+    "rotation": rotations(part=0.5),
+    "bias": biases(qkv="attention_bias", default=True),
+    "key_heads": 2,
+    "head_size": 128,
+    "epsilon": 1.5625e-7,
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "max_position_embeddings": 131072,
+}
+
+_GLM_TENSORS = TensorNames(
+    up=("mlp.gate_up_proj",), attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"
+)
+
+GLM = llama_like("glm", "GlmForCausalLM", swish(), always(rotary_interleaved=True), tensors=_GLM_TENSORS, **_GLM)
+
+GLM4 = llama_like(
+    "glm4",
+    "Glm4ForCausalLM",
+    swish(),
+    always(rotary_interleaved=True, norm_placement="both"),
+    tensors=_GLM_TENSORS,
+    **_GLM,
 )
 
 _QWEN: dict[str, Any] = {
@@ -131,14 +203,35 @@ QWEN3 = llama_like(
     **_QWEN,
 )
 
+_OLMO: dict[str, Any] = {"bias": ATTENTION_BIASES, "epsilon": 1e-5, "vocab_size": 50304}
+
 OLMO2 = llama_like(
     "olmo2",
     "Olmo2ForCausalLM",
     swish(),
     always(qk_norm="all-heads", norm_placement="post"),
-    bias=ATTENTION_BIASES,
+    **_OLMO,
+)
+
+OLMO3 = llama_like(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    swish(),
+    always(qk_norm="all-heads", norm_placement="post"),
+    rotation=rotations_by_layer(window_by_type(4), 500_000.0, 500_000.0, nested=True),
+    **_OLMO,
+)
+
+EXAONE4 = llama_like(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    swish(),
+    always(qk_norm="head", norm_placement="post"),
+    window_or_unrotated(),
+    key_heads=32,
     epsilon=1e-5,
-    vocab_size=50304,
+    vocab_size=102400,
+    intermediate_size=16384,
 )
 
 SMOLLM3 = llama_like(

@@ -21,6 +21,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             *(layernorm.OPT, layernorm.GPT_BIGCODE),
             *(mixtures.MIXTRAL, mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITEMOE, mixtures.GRANITEMOESHARED),
             mixtures.GLM4_MOE,
+            *(llama.MINISTRAL, llama.ARCEE, llama.SEED_OSS, llama.ERNIE4_5, llama.GLM, llama.GLM4, llama.OLMO3),
+            llama.EXAONE4,
         )
     }
 )
@@ -63,7 +65,8 @@ def family_named(name: str, where: str) -> Family:
         )
     if name not in FAMILIES:
         raise ConfigError(
-            f"{where} is a model of type {name}, which cannot be trained here: give one of {', '.join(FAMILIES)}"
+            f"{where} is a model of type {name}, which is none of {', '.join(FAMILIES)}: many others train by "
+            "pipeline_layers of examples/transformers_layers (docs/how-to/own-models.md)"
         )
     return FAMILIES[name]
 

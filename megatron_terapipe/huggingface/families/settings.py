@@ -257,21 +257,26 @@ def ignored(*keys: str) -> Setting:
 
 
 def biases(
-    qkv: bool | str = False, projection: bool | str = False, mlp: bool | str = False, *, default: bool = False
+    qkv: bool | str = False, projection: bool | str = False, mlp: bool | str = False, *, default: bool | str = False
 ) -> Setting:
     """Return the setting of the biases of queries, keys and values, of the projection after attention, and of the MLP.
 
     Each is a constant or a key.
 
     Args:
-        default: value of a missing key.
+        default: value of a missing key; or the only key that is true if it is missing.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
         of_qkv, of_projection, of_mlp = (
-            each if isinstance(each, bool) else bool(file.value(each, SWITCH, default))
+            each if isinstance(each, bool) else bool(file.value(each, SWITCH, default in (True, each)))
             for each in (qkv, projection, mlp)
         )
+        if of_projection and not of_qkv:
+            raise ConfigError(
+                f"{file.where} has {projection} without {qkv}, and in our models a bias after attention comes with "
+                "those of queries, keys and values: this model cannot be trained here"
+            )
         if of_qkv and of_projection and of_mlp:
             return {"disable_bias_linear": False}
         return {
