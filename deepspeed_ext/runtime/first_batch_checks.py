@@ -42,8 +42,8 @@ def _digest(batch: Any) -> int:
     return int.from_bytes(digest.digest()) >> 1
 
 
-MOST_TOKENS = 64
-"""Tokens of each row on which layers are checked; more would not find more."""
+MOST_TOKENS = 1024
+"""Tokens of each row on which layers are checked. A layer that looks back beyond half of them only is not found."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Largest norm of the difference to norm of the output that may be rounding; that of a layer is 4 times smaller.
 
@@ -58,6 +58,8 @@ class StageLayer(NamedTuple):
 
     name: str
     run: Run
+    modules: tuple[nn.Module, ...] = ()
+    """The module that it is, and those in it; none where it is a function."""
 
 
 def check_layers(
@@ -81,10 +83,15 @@ def check_layers(
     def first(tensors: Any) -> Any:
         return cut_along_sequence(tensors, seq_length, 0, num_tokens)
 
+    layers = list(layers)
+    for layer in layers:
+        _check_batch_norms(layer)
     with torch.no_grad(), _undisturbed(modules, inputs):
         hidden, entries = first(inputs), first(entries)
         for layer in layers:
             try:
+                with _shaken(layer):
+                    shaken_whole, shaken_parts = (_run(layer, hidden, entries, cut) for cut in cuts)
                 whole, parts = (_run(layer, hidden, entries, cut) for cut in cuts)
             except UserError:
                 raise
@@ -97,13 +104,15 @@ def check_layers(
                     f"raise {type(error).__name__} ({reason})",
                 )
                 return True
-            difference = _difference(whole, parts, cuts[1])
+            # Weights that are 0 at the start, as those of an output projection may be, would hide what is before them.
+            shaken = _difference(shaken_whole, shaken_parts, cuts[1])
+            difference = _difference(whole, parts, cuts[1]) or shaken
             if difference is not None:
                 raise UserError(
                     f"{layer.name} gives other results in token slices than on the whole sequence (a relative "
                     f"difference of {difference:.1g}), as layers do that mix or count positions by themselves: give it "
-                    "an argument `past`, and call past.attend(query, key, value) and past.positions(N); or turn "
-                    "this check off with initialize(..., check_token_slices=False)"
+                    "an argument `past`, and call past.attend(query, key, value), past.positions(N), or past.carried "
+                    "and past.carry for a state; or turn this check off with initialize(..., check_token_slices=False)"
                 )
             hidden = whole[0]
     return True
@@ -116,16 +125,80 @@ def _run(layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenS
     def part(tensors: Any, bounds: tuple[int, int]) -> Any:
         return cut_along_sequence(tensors, cut.seq_length, *bounds)
 
-    outputs = [
-        layer.run(part(hidden, bounds), state, index, part(entries, bounds))
-        for index, bounds in enumerate(cut.bounds())
-    ]
+    outputs = []
+    for index, bounds in enumerate(cut.bounds()):
+        inputs, before = (part(hidden, bounds), state, index, part(entries, bounds)), _tensors_of(layer)
+        outputs.append(layer.run(*inputs))
+        if index == 0 and len(cut) > 1:
+            kept = {place: tensor for place, tensor in _tensors_of(layer).items() if tensor is not before.get(place)}
     if max(state.attended.values(), default=0) > 1:
         raise UserError(
             f"{layer.name} calls past.attend more than once, and keys of the second call replace those of "
             "the first: make it two layers"
         )
+    if len(cut) > 1:
+        _check_kept_tensors(layer, kept, inputs, outputs[-1])
     return outputs
+
+
+def _tensors_of(layer: StageLayer) -> dict[tuple[nn.Module, str], torch.Tensor]:
+    """Tensors that are attributes of modules, and neither parameters nor buffers."""
+    return {
+        (module, name): value
+        for module in layer.modules
+        for name, value in vars(module).items()
+        if torch.is_tensor(value) and value.is_floating_point()
+    }
+
+
+def _check_kept_tensors(
+    layer: StageLayer,
+    kept: Mapping[tuple[nn.Module, str], torch.Tensor],
+    inputs: tuple[Any, SequenceState, int, Any],
+    output: Any,
+) -> None:
+    """Refuse a layer whose output changes with a tensor that its forward of the token slice before has set."""
+    if not kept:
+        return
+    after = _tensors_of(layer)
+    for (module, name), tensor in kept.items():
+        setattr(module, name, torch.rand_like(tensor) + tensor)
+    again = layer.run(*inputs)
+    for (module, name), tensor in after.items():
+        setattr(module, name, tensor)
+    for expected, found in zip(tensors_in(output), tensors_in(again), strict=True):
+        if expected.is_floating_point() and not torch.equal(expected, found):
+            names = ", ".join(sorted({name for _, name in kept}))
+            raise UserError(
+                f"{layer.name} keeps a state in its attribute {names} from token slice to token slice, through which "
+                "no gradient flows: leave it with past.carry(name, state), and read it with past.carried(name, initial)"
+            )
+
+
+def _check_batch_norms(layer: StageLayer) -> None:
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in layer.modules):
+        raise UserError(
+            f"{layer.name} has a BatchNorm, whose mean is that of a token slice and not of the sequence: use LayerNorm "
+            "or RMSNorm"
+        )
+
+
+@contextmanager
+def _shaken(layer: StageLayer) -> Iterator[None]:
+    """Add random numbers to the weights of a layer, the same on each rank; afterwards they are as before."""
+    weights = {id(weight): weight for module in layer.modules for weight in module.parameters(recurse=False)}.values()
+    before = [weight.data.clone() for weight in weights]
+    torch.manual_seed(0)
+    try:
+        for weight in weights:
+            if weight.is_floating_point():
+                size = 0.1 if weight.dim() < 2 else weight[0].numel() ** -0.5
+                weight.data.add_(torch.randn_like(weight.data).mul_(size))
+        yield
+    finally:
+        # Not counted as changes in place: graphs of other batches may have saved the weights.
+        for weight, values in zip(weights, before, strict=True):
+            weight.data.copy_(values)
 
 
 def _difference(whole: list[Any], parts: list[Any], cut: TokenSlices) -> float | None:

@@ -368,7 +368,11 @@ class TokenSlicePipelineModule(PipelineModule):
     def stage_layers(self, stage: int) -> list[StageLayer]:
         """The layers of one of this rank's stages, first to last."""
         return [
-            StageLayer(self.data_entries.name(self._layer_numbers[position]), partial(self._run_layer, position))
+            StageLayer(
+                self.data_entries.name(self._layer_numbers[position]),
+                partial(self._run_layer, position),
+                tuple(layer.modules()) if isinstance(layer := self.forward_funcs[position], nn.Module) else (),
+            )
             for position in self._positions[stage]
         ]
 

@@ -1,5 +1,6 @@
 """Layers with other results in token slices are refused, others are not, and the check has no effects."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -58,13 +59,12 @@ class Dropping(nn.Module):
 
 
 def _of(layer: nn.Module) -> StageLayer:
-    takes_past = isinstance(layer, models.Block) and not isinstance(layer, OwnAttention)
-    takes_past |= type(layer) is models.Embedding
+    takes_past = "past" in inspect.signature(layer.forward).parameters
 
     def run(hidden: Any, state: Any, token_slice: int, entries: Any) -> Any:
         return layer(hidden, **({"past": state.past(0, token_slice)} if takes_past else {}))
 
-    return StageLayer(f"layer 0 ({type(layer).__name__})", run)
+    return StageLayer(f"layer 0 ({type(layer).__name__})", run, tuple(layer.modules()))
 
 
 def check(layer: nn.Module, inputs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
@@ -104,6 +104,93 @@ def test_others_are_named_in_one_line(
             check(make(), inputs, dtype)
         assert str(refused.value).startswith(f"layer 0 ({name}) gives other results in token slices")
         assert "\n" not in str(refused.value)
+
+
+class ZeroAtStart(OwnAttention):
+    """Its branches are 0 until they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for weight in (*self.out.parameters(), *self.mlp[-1].parameters()):
+            nn.init.zeros_(weight)
+
+
+class LooksFarBack(nn.Module):
+    """A causal convolution with one far tap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(models.HIDDEN))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + F.pad(hidden, (0, 0, 70, 0))[:, : hidden.shape[1]] * self.weight
+
+
+class KeepsState(nn.Module):
+    """A token shift that keeps the last token on itself, without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.share = None, nn.Parameter(torch.zeros(models.HIDDEN))
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        last = torch.zeros_like(hidden[:, :1]) if past.prefix_len == 0 else self.last
+        self.last = hidden[:, -1:].detach()
+        return hidden + self.share * torch.cat((last, hidden[:, :-1]), dim=1)
+
+
+class KeepsGraph(KeepsState):
+    """The same with its gradient, so that a second backward would go through the graph of the first."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        output = super().forward(hidden, past)
+        self.last = hidden[:, -1:]
+        return output
+
+
+class KeepsTable(nn.Module):
+    """Keeps positions of the token slice on itself, and makes them again each time."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        self.table = past.positions(hidden.shape[1]).to(hidden.dtype).unsqueeze(-1)
+        return hidden + self.table
+
+
+class Normed(nn.Module):
+    """Normalises over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(models.HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (ZeroAtStart, "gives other results in token slices than on the whole sequence"),
+        (LooksFarBack, "past.carried and past.carry for a state"),
+        (KeepsState, "keeps a state in its attribute last from token slice to token slice"),
+        (KeepsGraph, "keeps a state in its attribute last from token slice to token slice"),
+        (Normed, "has a BatchNorm, whose mean is that of a token slice"),
+    ],
+)
+def test_layers_that_a_first_glance_would_pass(kind: type[nn.Module], line: str) -> None:
+    layer, hidden = kind(), torch.randn(2, 200, models.HIDDEN)
+    before = {name: weight.clone() for name, weight in layer.state_dict().items()}
+    versions = [weight._version for weight in layer.parameters()]
+    with pytest.raises(UserError) as refused:
+        check(layer, hidden)
+    assert line in str(refused.value) and str(refused.value).startswith(f"layer 0 ({kind.__name__}) ")
+    assert all(torch.equal(weight, before[name]) for name, weight in layer.state_dict().items())
+    assert [weight._version for weight in layer.parameters()] == versions
+
+
+@pytest.mark.parametrize("kind", [KeepsTable, models.StatefulBlock])
+def test_tables_and_carried_states_pass(kind: type[nn.Module]) -> None:
+    assert check(kind(), torch.randn(2, 200, models.HIDDEN))
 
 
 def test_the_check_has_no_effects() -> None:
