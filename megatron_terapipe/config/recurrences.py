@@ -161,7 +161,7 @@ def resolve_recurrences(settings: RecurrenceSettings, *, num_layers: int, hidden
                     "change one of them, or give --mamba-num-heads"
                 )
             resolve(settings, "mamba_num_heads", 2 * hidden_size // settings.mamba_head_dim)
-            if settings.mamba_num_heads % settings.mamba_num_groups:
+            if (settings.mamba_num_heads or 0) % settings.mamba_num_groups:
                 raise ConfigError(
                     f"--mamba-num-groups {settings.mamba_num_groups} does not divide --mamba-num-heads "
                     f"{settings.mamba_num_heads}: give one of its divisors"
