@@ -458,7 +458,7 @@ class Roofline:
     def _recurrence(self, query: LayerQuery, sizes: Recurrence) -> _Part:
         """Small products between two projections, which the backward computes again; memory moves as in attention.
 
-        Its kernels are those of attention with so many FLOPs; no published times are behind this.
+        Times are those of attention with as many FLOPs, as no published ones of such kernels are used.
         """
         device, tp = query.device, query.tensor_parallel_size
         reached = self._products_reach(device) * self.efficiency.attention_efficiency
