@@ -4,11 +4,13 @@ import itertools
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.models.mamba2 import configuration_mamba2, modeling_mamba2
 from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
 
@@ -158,3 +160,11 @@ def test_fused_kernels_are_used_after_they_gave_the_results_of_plain_torch(
     kernel(*tensors, begins=torch.zeros(1, 200, dtype=torch.bool))
     kernel(*tensors, begins=None)
     assert calls == ([128] if wrong else [128, 200, 200])
+    # Also where the first use is in a checkpoint, as in the layers.
+    value.requires_grad_()
+    again = replace(kernel, agreed={})
+    with pytest.warns(UserWarning, match="cannot be used") if wrong else nullcontext():
+        output, _ = checkpoint(partial(again, begins=None), *tensors, use_reentrant=False)
+    (found,) = torch.autograd.grad(output.float().sum(), value)
+    (expected,) = torch.autograd.grad(kernel.plain(*tensors, begins=None)[0].float().sum(), value)
+    assert (found - expected).norm() <= 0.02 * expected.norm()
