@@ -176,7 +176,8 @@ def _check_kept_tensors(
 
 
 def _check_batch_norms(layer: StageLayer) -> None:
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in layer.modules):
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    if any(isinstance(module, kinds) and module.training for module in layer.modules):
         raise UserError(
             f"{layer.name} has a BatchNorm, whose mean is that of a token slice and not of the sequence: use LayerNorm "
             "or RMSNorm"

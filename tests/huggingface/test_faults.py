@@ -40,7 +40,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (replace(GPT2, num_key_value_heads=2), "--num-key-value-heads 2, and Hugging Face's gpt2 --num-key"),
         (replace(GPT2, layernorm_epsilon=1e-6, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 --kv-chan"),
         (replace(LLAMA, qk_norm="head", parallel_residual=True), "--parallel-residual, and Hugging Face's qwen3 no --"),
-        (replace(LLAMA, rotary_interleaved=True), "--rotary-interleaved, and Hugging Face's llama no --rotary-inter"),
+        (
+            replace(LLAMA, rotary_interleaved=True, embedding_multiplier=2.0),
+            "--rotary-interleaved, and Hugging Face's granite no --rotary-inter",
+        ),
         (replace(GEMMA2, softmax_scale=0.31), "--softmax-scale 0.31, and Hugging Face's gemma2 --softmax-scale 0.3162"),
         (
             replace(GEMMA2, qk_norm="head", sliding_window=8, rotary_base_local=50.0),

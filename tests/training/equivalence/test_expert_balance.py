@@ -3,7 +3,6 @@
 The reference is plain autograd in fp64 over whole micro-batches on one process, with losses written as in the paper.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -74,11 +73,6 @@ class BalancedPast(WholePast):
     """The same for layers of experts."""
 
     seq_length: int = SEQ
-
-    def carried(self, name: str, make: Callable[[], Any]) -> Any:
-        return make()
-
-    kept = carried
 
     def sum_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(values), values
