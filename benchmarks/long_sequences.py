@@ -6,12 +6,14 @@ A small Llama trained on one long sequence: peak memory beside its closed form, 
     python -m benchmarks.long_sequences memory --tokens 1048576 --token-slices 128 --window 1024 --width 64 --stages 2 \
         --only stage
     python -m benchmarks.long_sequences speed --tokens 16384 --token-slices 16
+    python -m benchmarks.long_sequences mixers --tokens 16384 --token-slices 16 --layers 8 --recompute stage
 
 `memory` trains one step, once in each way, with a process for each of `--stages` (1): token slices with stages computed
 again; the same with gradients of keys and values in bf16; with tensors that are not read in a second buffer, in place
 of a host's memory; and whole sequences with every layer computed again. It counts the bytes of all tensors that torch
 allocates in the step, without those of weight gradients; the buffers of kernels are in the process only. `speed` trains
-on two ranks, with one token slice and with several, in turns.
+on two ranks, with one token slice and with several, in turns. `mixers` does so for Mamba-2 and for attention in the
+same model, and counts the tensors that torch allocates in a step, in one that is not timed.
 
 Closed form of the peak, which the second backward reaches in the last layer: keys and values of all tokens; gradients
 of keys and values of all but the last token slice; activations of one token slice on the stage; and gradients under
@@ -304,10 +306,74 @@ def speed(options: argparse.Namespace) -> Section:
     return section
 
 
+def mixer_model(tokens: int, num_layers: int, symbol: str) -> ModelConfig:
+    """A model of 64 channels with two heads, of token mixers and MLPs in turn.
+
+    Args:
+        symbol: of the mixer, M for Mamba-2 and A for attention.
+    """
+    return ModelConfig(
+        num_layers=2 * num_layers,
+        hybrid_layer_pattern=f"{symbol}-" * num_layers,
+        hidden_size=64,
+        num_attention_heads=2,
+        mamba_num_heads=2,
+        mamba_head_dim=32,
+        mamba_num_groups=2,
+        mamba_state_dim=32,
+        seq_length=tokens,
+        vocab_size=256,
+        position_embedding_type="rope",
+        normalization="rmsnorm",
+        disable_bias_linear=True,
+    )
+
+
+def build_mixers(models: Sequence[ModelConfig], count: int, recompute: str) -> list[tuple[Any, Iterator[Any]]]:
+    """Return engines of this rank for each model, with one token slice and with several, and their batches."""
+    return [built for model in models for built in build_both(model, count, recompute)]
+
+
+def peak_of_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> int:
+    """Train one step: peak bytes of the tensors that it allocates."""
+    engine, data = built[which]
+    with LiveBytes() as live:
+        engine.train_batch(data)
+    return live.peak
+
+
+def mixers(options: argparse.Namespace) -> Section:
+    """Time and peak of a step of two stages with a state, and with attention, each with one token slice and several."""
+    names = {"M": "Mamba-2", "A": "attention"}
+    models = [mixer_model(options.tokens, options.layers, symbol) for symbol in names]
+    count = options.token_slices
+    section = Section(
+        f"{options.tokens:,} tokens, {options.layers} mixers, two stages, recompute {options.recompute}, fp32",
+        ("mixer", "token slices", "median s", "speed-up", "peak MB, larger rank", "of one token slice", "loss"),
+    )
+    ways = list(product(names.values(), (1, count)))
+    built = (models, count, options.recompute)
+    times: list[list[float]] = [[] for _ in ways]
+    losses = [0.0] * len(ways)
+    with World(2, build_mixers, *built, variables=[{"OMP_NUM_THREADS": "1"}] * 2) as world:
+        peaks = [max(world.run(peak_of_step, which)) for which in range(len(ways))]
+        for _ in range(options.rounds):
+            for which, seconds in enumerate(times):
+                found = world.run(timed_step, which)
+                seconds.append(max(each[0] for each in found))
+                losses[which] = found[0][3]
+    for which, (name, slices) in enumerate(ways):
+        one = which - which % 2
+        faster, smaller = median(times[one]) / median(times[which]), peaks[which] / peaks[one]
+        row = f"{median(times[which]):.2f}", f"{faster:.2f}", f"{peaks[which] / 1e6:,.0f}", f"{smaller:.2f}"
+        section.add(name, str(slices), *row, f"{losses[which]:.6f}")
+    return section
+
+
 def sequences(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
     parser = Parser(description=__doc__)
-    parser.add_argument("what", choices=("memory", "speed"))
+    parser.add_argument("what", choices=("memory", "speed", "mixers"))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--token-slices", type=int, default=16, metavar="S")
     parser.add_argument("--layers", type=int, default=4)
@@ -316,11 +382,13 @@ def sequences(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, metavar="W", help="sliding window of all layers")
     parser.add_argument("--only", nargs="+", choices=("stage", "bf16", "offload", "whole"), help="ways of `memory`")
     parser.add_argument("--threads", type=int, default=1, help="of the rank of `memory`")
-    parser.add_argument("--recompute", choices=("none", "stage", "full"), default="none", help="of `speed`")
-    parser.add_argument("--rounds", type=int, default=3, help="of `speed`")
+    parser.add_argument(
+        "--recompute", choices=("none", "stage", "full"), default="none", help="of `speed` and `mixers`"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of `speed` and `mixers`")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds of `speed` that are not counted")
     options = parser.parse_args(argv)
-    print((memory if options.what == "memory" else speed)(options).markdown())
+    print({"memory": memory, "speed": speed, "mixers": mixers}[options.what](options).markdown())
 
 
 PREDICTIONS = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences-h100.csv"

@@ -67,6 +67,7 @@ NOT_RUN = {
 }
 """Commands of which only the flags are checked, by their own parser."""
 NO_CODE = {
+    "forward      slice 0 -- state -->": "drawing",
     "schedules.interleaved --+-->": "drawing",
     "stage 0 | F0.0": "drawing",
     "bubble ratio =": "formula",
