@@ -209,7 +209,7 @@ def _write_layers(model: ModelConfig) -> Mapping[str, Any]:
 _OF_EXPERTS: Mapping[str, Kind] = {
     **dict.fromkeys(("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), COUNT),
     **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"), COUNT),
-    **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias"), SWITCH),
+    **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate"), SWITCH),
     "moe_router_topk_scaling_factor": NUMBER,
     "moe_router_score_function": Kind("softmax or sigmoid", lambda value: value in ("softmax", "sigmoid")),
 }
@@ -244,6 +244,7 @@ NAMES = TensorNames(
     expert_down="mlp.experts.experts.linear_fc2",
     shared_up=("mlp.shared_experts.linear_fc1",),
     shared_down="mlp.shared_experts.linear_fc2",
+    shared_gate="mlp.shared_experts.gate_weight",
     mlp_norm="pre_mlp_layernorm",
     final_norm="decoder.final_layernorm",
     output="output_layer",
@@ -298,25 +299,18 @@ MEGATRON = Family(
             lambda file, fields: {"qk_norm": "head" if file.value("qk_layernorm", SWITCH, False) else "none"},
             lambda model: {"qk_layernorm": model.qk_norm != "none"},
         ),
+        same("attention_output_gate", "attention_output_gate", SWITCH, False),
         same("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights", SWITCH, False),
         Setting(("window_size", "window_attn_skip_freq", "no_rope_freq"), _read_layers, _write_layers),
         same("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path", WORD, None),
         *(
             fixed(name, None, False, 0, 0.0)
             for name in (
-                *(
-                    "multi_latent_attention",
-                    "moe_shared_expert_gate",
-                    "moe_apply_probs_on_input",
-                    "moe_latent_size",
-                    "mtp_num_layers",
-                    "hybrid_layer_pattern",
-                    "quick_geglu",
-                ),
+                *("multi_latent_attention", "moe_apply_probs_on_input", "moe_latent_size", "mtp_num_layers"),
                 *("hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "qk_l2_norm"),
-                *("linear_attention_freq", "attention_output_gate", "activation_func_clamp_value", "use_mup"),
+                *("linear_attention_freq", "activation_func_clamp_value", "use_mup"),
                 *("glu_linear_offset", "apply_residual_connection_post_layernorm", "retro_add_retriever"),
-                "yarn_mscale_all_dim",
+                *("yarn_mscale_all_dim", "hybrid_layer_pattern", "quick_geglu"),
             )
         ),
         fixed("softmax_type", "vanilla"),

@@ -74,6 +74,9 @@ class ExpertSettings:
     moe_shared_expert_intermediate_size: int | None = option(None, least=1, most=MOST_WIDTH, needs=("num_experts",))
     """Width of the hidden layer of the shared experts together, which process every token. Default: none."""
 
+    moe_shared_expert_gate: bool = option(False, needs=("moe_shared_expert_intermediate_size",))
+    """Multiply the output of the shared experts by the sigmoid of a gate, a number of each token."""
+
     moe_layer_freq: str = option("1", metavar="PATTERN", needs=("num_experts",))
     """Layers of experts: a number N for layers 0, N, 2N, ..., or a list with a 1 for each layer of experts and a 0 for
     each with an MLP, `[0]*3+[1]*58`."""

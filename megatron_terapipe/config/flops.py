@@ -78,7 +78,8 @@ def block_weights(model: ModelConfig, block: BlockShape, *, active: bool = False
     """
     query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
     key_value_size = 2 * block.num_key_value_heads * model.kv_channels
-    attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
+    projected = (1 + model.attention_output_gate) * query_size + key_value_size
+    attention = model.hidden_size * (projected + query_size)
     if block.recurrence is not None:
         inner = recurrence_channels(block.recurrence)
         attention = model.hidden_size * (inner + block.recurrence.num_heads * block.recurrence.value_size)
@@ -138,8 +139,13 @@ def mlp_weights(model: ModelConfig, width: int) -> int:
 
 
 def router_weights(model: ModelConfig, block: BlockShape) -> int:
-    """Entries of the matrix of a router; each tensor- and expert-parallel rank has all of them."""
-    return model.hidden_size * block.num_experts
+    """Entries of the matrix of a router, and of a gate; each tensor- and expert-parallel rank has all of them."""
+    return model.hidden_size * (block.num_experts + has_shared_gate(model, block))
+
+
+def has_shared_gate(model: ModelConfig, block: BlockShape) -> bool:
+    """Whether the shared experts of a block have a gate."""
+    return bool(model.moe_shared_expert_gate and block.num_experts)
 
 
 def expert_parameters(model: ModelConfig, block: BlockShape) -> int:
@@ -153,7 +159,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
     shared = block_weights(model, replace(block, num_experts=0, ffn_hidden_size=dense_width(block)))
     if block.num_key_value_heads:
         queries, keys = _head_channels(model, block)
-        shared += model.has_qkv_bias * (queries + 2 * keys)
+        shared += model.has_qkv_bias * ((1 + model.attention_output_gate) * queries + 2 * keys)
         shared += (model.qk_norm == "all-heads") * (queries + keys)
     if block.recurrence is not None:
         shared += recurrence_parameters(block.recurrence)
@@ -168,7 +174,7 @@ def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
     of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
     norms = block_norms(model, block) * norm_parameters(model)
     if block.recurrence is not None and block.recurrence.kind == "gated-delta-net":
-        norms += block.recurrence.value_size
+        norms += _weights_of_norm(model) * block.recurrence.value_size
     return norms + biases * model.hidden_size + of_heads + router_weights(model, block)
 
 
@@ -302,7 +308,7 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
             stay, normed = (1 if model.parallel_residual and parts else parts), block_norms(model, block)
     # Router, experts and shared experts read the output of their norm, which is kept for all of them.
     kept = int(bool(block.num_experts and normed))
-    return stay + kept, normed - kept
+    return stay + kept + has_shared_gate(model, block), normed - kept
 
 
 def kept_channels(sizes: Recurrence) -> int:
@@ -336,9 +342,9 @@ def routed_activation_bytes(
 
 
 def block_normed_channels(model: ModelConfig, block: BlockShape) -> int:
-    """Channels of the queries and keys of a token that have norms, which keep them; 0 without norms."""
-    has_norms = block.num_key_value_heads and model.qk_norm != "none"
-    return sum(_head_channels(model, block)) if has_norms else 0
+    """Channels of a token that norms of queries and keys keep, and gates: their sigmoid, and the gated output."""
+    queries, keys = _head_channels(model, block) if block.num_key_value_heads else (0, 0)
+    return (model.qk_norm != "none") * (queries + keys) + 2 * model.attention_output_gate * queries
 
 
 def block_activation_bytes_per_token(

@@ -155,6 +155,9 @@ class ModelConfig(RecurrenceSettings):
     """Norms on queries and on keys, before they are rotated: over each head (`head`) or over all heads together
     (`all-heads`)."""
 
+    attention_output_gate: bool = False
+    """Multiply the output of attention by the sigmoid of gates, which are projected beside the queries."""
+
     softmax_scale: float = option(derived="1 / sqrt(--kv-channels)", above=0, most=1e6)
     """Factor of the scores of attention."""
 

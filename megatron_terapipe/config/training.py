@@ -206,6 +206,11 @@ class OptimizerConfig:
     weight_decay: float = option(0.01, least=0, most=1000)
     """Weight decay. Biases and norms do not decay."""
 
+    apply_wd_to_qk_layernorm: bool = option(
+        False, also={"--no-weight-decay-cond-type": {"apply_wd_to_qk_layernorm": True}}
+    )
+    """Decay the norms of queries and keys, too."""
+
     start_weight_decay: float | None = option(None, least=0, most=1000)
     """Weight decay of the first iteration, if it increases."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, Recurrence
 from megatron_terapipe.huggingface.families.family import TensorNames
 
 
@@ -74,13 +74,43 @@ def after_unread_rows(ours: str, theirs: str, rows: int) -> WeightRule:
     return WeightRule(ours, (theirs,), longer, lambda tensors: tensors[0][rows:])
 
 
+def by_group(ours: str, theirs: str, groups: int, rows: Sequence[int], *, taps: bool = False) -> WeightRule:
+    """Return the rule of rows that are group after group here, and part after part there.
+
+    Args:
+        rows: rows of each part in a group.
+        taps: whether theirs is the weight [C, 1, W] of a convolution, [C, W] here.
+    """
+
+    def split(weight: Tensor) -> tuple[Tensor]:
+        parts = weight.unflatten(0, (groups, -1)).split(list(rows), dim=1)
+        joined = torch.cat([each.flatten(0, 1) for each in parts])
+        return (joined.unsqueeze(1) if taps else joined,)
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        weight = tensors[0].squeeze(1) if taps else tensors[0]
+        parts = weight.split([groups * each for each in rows])
+        return torch.cat([each.unflatten(0, (groups, -1)) for each in parts], dim=1).flatten(0, 1)
+
+    return WeightRule(ours, (theirs,), split, join)
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Order of queries, keys and values in our product: for each group its query heads, its key and its value head."""
+    """Order of queries, keys and values in our product: for each group its query heads, its key and its value head.
+
+    Gates follow the query heads of their group here; there each follows its query head.
+    """
 
     groups: int
     heads_of_group: int
     size: int
+    gated: bool = False
+
+    @property
+    def queries_of_group(self) -> int:
+        """Query heads of a group, and their gates."""
+        return self.heads_of_group * (1 + self.gated)
 
     def apart(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of our product, each head after head: three tensors [heads x size, ...].
@@ -88,13 +118,17 @@ class Heads:
         Args:
             weight: [(query heads + 2 x key heads) x size, ...], group after group.
         """
-        grouped = weight.unflatten(0, (self.groups, self.heads_of_group + 2, self.size))
-        query, key, value = grouped.split([self.heads_of_group, 1, 1], dim=1)
+        grouped = weight.unflatten(0, (self.groups, self.queries_of_group + 2, self.size))
+        query, key, value = grouped.split([self.queries_of_group, 1, 1], dim=1)
+        if self.gated:
+            query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
     def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the weight [outputs, hidden] of our product from those of queries, keys and values: undoes `apart`."""
         parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
+        if self.gated:
+            parts[0] = parts[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return torch.cat(parts, dim=1).flatten(0, 2)
 
 
@@ -108,7 +142,7 @@ def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
 
     All queries come first, then all keys, then all values.
     """
-    rows = [heads.groups * count * heads.size for count in (heads.heads_of_group, 1, 1)]
+    rows = [heads.groups * count * heads.size for count in (heads.queries_of_group, 1, 1)]
     return WeightRule(
         ours,
         (theirs,),
@@ -141,7 +175,11 @@ def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: 
     if index < LAYERS_BEFORE_BLOCKS or index >= last:
         of_module = _ends(model, names, index, last)
     else:
-        of_module = _block(model, names, f"{names.prefix}{names.blocks}.{number}.")
+        block = f"{names.prefix}{names.blocks}.{number}."
+        of_module = _block(model, names, block)
+        recurrence = model.blocks[number].recurrence
+        if recurrence is not None:
+            of_module = {**of_module, **_mamba(recurrence, f"{block}mixer.")}
     rules = []
     for parameter in parameters:
         module, _, kind = parameter.rpartition(".")
@@ -186,6 +224,7 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
         "attention.projection": matrix(_plain(block + names.projection)),
         "mlp.up": matrix(_up(model, names.up, block)),
         "mlp.down": matrix(_plain(block + names.down)),
+        "mlp": lambda ours, kind: same(ours, block + names.shared_gate),
         "mlp.router": _router(names, block),
         "mlp.experts": _experts(model, names, block),
         "mlp.shared.up": _up(model, names.shared_up, block),
@@ -211,13 +250,32 @@ def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:
 
 def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
     groups = model.num_key_value_heads
-    heads = Heads(groups, model.num_attention_heads // groups, model.kv_channels)
+    heads = Heads(groups, model.num_attention_heads // groups, model.kv_channels, model.attention_output_gate)
     theirs = [block + each for each in names.query_key_value]
     if len(theirs) > 1:
         return lambda ours, kind: attention(ours, [f"{each}.{kind}" for each in theirs], heads)
     if names.grouped:
         return _plain(theirs[0])
     return lambda ours, kind: fused_attention(ours, f"{theirs[0]}.{kind}", heads)
+
+
+def _mamba(sizes: Recurrence, mixer: str) -> Mapping[str, Named]:
+    """The rules of a Mamba-2 layer, whose rows are grouped here and part after part there."""
+    heads = sizes.num_heads // sizes.num_groups
+    values, keys = heads * sizes.value_size, sizes.key_size
+
+    def convolution(ours: str, kind: str) -> WeightRule:
+        return by_group(ours, f"{mixer}conv1d.{kind}", sizes.num_groups, (values, keys, keys), taps=kind == "weight")
+
+    of_heads = {"attention.decay": "A_log", "attention.time_bias": "dt_bias", "attention.skip": "D"}
+    rows = (values, values, keys, keys, heads)
+    return {
+        "attention": lambda ours, kind: same(ours, mixer + of_heads[ours]),
+        "attention.in_projection": lambda ours, kind: by_group(ours, f"{mixer}in_proj.{kind}", sizes.num_groups, rows),
+        "attention.convolution": convolution,
+        "attention.norm": _plain(f"{mixer}norm"),
+        "attention.projection": _plain(f"{mixer}out_proj"),
+    }
 
 
 def _up(model: ModelConfig, up: Sequence[str], block: str) -> Named:

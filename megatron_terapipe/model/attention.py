@@ -116,8 +116,8 @@ class Past(Protocol):
 class SelfAttention(nn.Module):
     """Queries, keys and values in one product, norms and rotations of queries and keys, attention, projection.
 
-    The rows of the product are grouped: for each key head its query heads, then it, then its value head. So ranks
-    share the groups, and each holds whole ones.
+    The rows of the product are grouped: for each key head its query heads, their gates if there are any, then it, then
+    its value head. So ranks share the groups, and each holds whole ones.
 
     Args:
         rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
@@ -132,14 +132,15 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_heads, num_groups = model.num_attention_heads, block.num_key_value_heads
-        self.head_size, self.heads_of_group = model.kv_channels, num_heads // num_groups
+        in_group, self.has_gate = num_heads // num_groups, model.attention_output_gate
+        self.head_size, self.parts_of_group = model.kv_channels, [*[in_group] * (1 + self.has_gate), 1, 1]
         self.first_head = ranks.rank * num_heads // ranks.size
         self.dropout, self.window = model.attention_dropout, block.window
         self.scale, self.softcap = model.softmax_scale, model.attention_softcap
         self.rotary = rotary or rotary_table(model, block)
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size,
-            (num_heads + 2 * num_groups) * self.head_size,
+            num_groups * sum(self.parts_of_group) * self.head_size,
             ranks,
             normal(model.init_method_std),
             bias=model.has_qkv_bias,
@@ -164,8 +165,9 @@ class SelfAttention(nn.Module):
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
             completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
         """
-        groups = self.query_key_value(hidden, recomputed).unflatten(-1, (-1, self.heads_of_group + 2, self.head_size))
-        query, key, value = self._heads(groups, past)
+        groups = self.query_key_value(hidden, recomputed)
+        groups = groups.unflatten(-1, (-1, sum(self.parts_of_group), self.head_size))
+        query, key, value, *gate = self._heads(groups, past)
         attended = past.attend(
             query,
             key,
@@ -176,25 +178,27 @@ class SelfAttention(nn.Module):
             window=self.window,
             softcap=self.softcap,
         )
+        if gate:
+            attended = attended * gate[0].sigmoid()
         return self.projection(attended.flatten(2), completed=completed)
 
-    def _heads(self, groups: Tensor, past: Past) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, N, H, D], keys and values [B, N, G, D] of a product, as attention takes them."""
+    def _heads(self, groups: Tensor, past: Past) -> tuple[Tensor, ...]:
+        """Queries [B, N, H, D], keys and values [B, N, G, D] of a product, as attention takes them, and any gates."""
         turns, interleaved = (None, None), False
         if self.rotary is not None:
             turns, interleaved = self._turns(past, groups), self.rotary.rotation.interleaved
         # Where nothing is compiled, torch's own views and copies take less time of the host.
-        apart = self.query_norm is not None or not writes_heads(groups.device)
-        room = None if apart else past.room(groups[..., -1, :], self.window)
-        if room is not None or (self.query_norm is None and self.rotary is not None):
+        apart = self.query_norm is not None or self.has_gate
+        room = None if apart or not writes_heads(groups.device) else past.room(groups[..., -1, :], self.window)
+        if room is not None or (not apart and self.rotary is not None):
             return rotated_heads(groups, *turns, interleaved=interleaved, room=room)
-        query, key, value = (each.flatten(2, 3) for each in groups.split([self.heads_of_group, 1, 1], dim=3))
+        query, *gate, key, value = (each.flatten(2, 3) for each in groups.split(self.parts_of_group, dim=3))
         if self.query_norm is not None:
             # A norm keeps its input. A view of the product would also keep the values.
             query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
         if self.rotary is not None:
             query, key = (rotated(each, *turns, interleaved=interleaved) for each in (query, key))
-        return query, key, value
+        return query, key, value, *gate
 
     def _turns(self, past: Past, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for the tokens [B, N, ...] of a product."""

@@ -273,6 +273,8 @@ class ExpertLayer(nn.Module):
         width = block.shared_ffn_hidden_size
         shared = replace(block, ffn_hidden_size=width, num_experts=0)
         self.shared = MLP(model, shared, ranks) if width else None
+        has_gate, drawn = model.moe_shared_expert_gate, normal(model.init_method_std)
+        self.shared_gate = ranks.whole(1, model.hidden_size, initialize=drawn) if has_gate else None
 
     def forward(self, x_Bnh: Tensor, past: Past) -> Tensor:
         """Return the output of the layer: [B, n, h]."""
@@ -285,5 +287,7 @@ class ExpertLayer(nn.Module):
         arriving = dispatched.start_back(self.experts(x_Rh, weights_R, pairs))
         if self.shared is not None:
             shared = self.shared.down(self.shared.activation(shared))
+        if self.shared_gate is not None:
+            shared = shared * F.linear(x_Bnh, self.shared_gate).sigmoid()
         y_Bnh = arriving().view_as(x_Bnh)
         return y_Bnh if shared is None else y_Bnh + shared

@@ -44,12 +44,15 @@ class Convolution(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head times the gate; for Mamba-2 the norm of each group, of outputs times the gate."""
+    """Norm of each head, of the model's kind, times the gate; for Mamba-2 RMSNorm of each group, of gated outputs."""
 
-    def __init__(self, recurrence: Recurrence, ranks: TensorParallelRanks, epsilon: float) -> None:
+    def __init__(self, model: ModelConfig, recurrence: Recurrence, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.of_heads, self.epsilon = recurrence.kind == "gated-delta-net", epsilon
+        self.of_heads, self.epsilon = recurrence.kind == "gated-delta-net", model.layernorm_epsilon
+        self.bias = None
         if self.of_heads:
+            if model.normalization == "layernorm":
+                self.bias = ranks.replicated(torch.zeros(recurrence.value_size), of_heads=True)
             self.weight = ranks.replicated(torch.ones(recurrence.value_size), of_heads=True)
         else:
             width = recurrence.num_heads * recurrence.value_size
@@ -60,7 +63,10 @@ class GatedNorm(nn.Module):
         dtype = gate.dtype
         gate = F.silu(gate.to(_exact(dtype)))
         if self.of_heads:
-            normed = F.rms_norm(output.to(gate.dtype), output.shape[-1:], eps=self.epsilon) * self.weight
+            norm = F.rms_norm if self.bias is None else F.layer_norm
+            normed = norm(output.to(gate.dtype), output.shape[-1:], eps=self.epsilon) * self.weight
+            if self.bias is not None:
+                normed = normed + self.bias
             return (normed.flatten(2) * gate.flatten(2)).to(dtype)
         gated = output.flatten(2).view_as(gate) * gate
         return (F.rms_norm(gated, gate.shape[-1:], eps=self.epsilon).flatten(2) * self.weight).to(dtype)
@@ -94,7 +100,7 @@ class RecurrentMixer(nn.Module):
         steps = constant(1.0) if self.is_delta_net else uniform(*map(math.log, STEPS), _before_softplus)
         self.time_bias = ranks.parameter(heads, cut=0, initialize=steps)
         self.skip = None if self.is_delta_net else ranks.parameter(heads, cut=0, initialize=constant(1.0))
-        self.norm = GatedNorm(recurrence, ranks, model.layernorm_epsilon)
+        self.norm = GatedNorm(model, recurrence, ranks)
         self.projection = RowParallelLinear(groups * values, model.hidden_size, ranks, last, bias=False)
 
     def forward(

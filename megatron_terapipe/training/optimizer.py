@@ -34,7 +34,7 @@ APART = "learning_rate_apart"
 def build_optimizer(
     config: OptimizerConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over groups: matrices decay; biases and norms do not, as in Megatron.
+    """AdamW or SGD over groups: matrices decay; biases and norms do not, as in Megatron, but for those of heads if set.
 
     With `--decoupled-lr` the word embedding and the output layer are a group of their own.
     """
@@ -42,7 +42,8 @@ def build_optimizer(
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             apart = config.decoupled_lr is not None and hasattr(parameter, AT_AN_END)
-            by_kind.setdefault((float(_decays(name, parameter)), apart), []).append(parameter)
+            of_heads = config.apply_wd_to_qk_layernorm and ("query_norm." in name or "key_norm." in name)
+            by_kind.setdefault((float(of_heads or _decays(name, parameter)), apart), []).append(parameter)
     # In the same order on all ranks.
     groups: list[dict[str, Any]] = [
         {

@@ -49,10 +49,12 @@ class MegatronModel:
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    attention_output_gate: bool = False
     untie_embeddings_and_output_weights: bool = False
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
     moe_layer_freq: int | list[int] = 1
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_enable_expert_bias: bool = False
@@ -66,7 +68,7 @@ MODELS = {
     "B": MegatronModel(
         **{"ffn_hidden_size": 48, "num_query_groups": 2, "kv_channels": 16, "position_embedding_type": "rope"},
         **{"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "qk_layernorm": True},
-        untie_embeddings_and_output_weights=True,
+        **{"untie_embeddings_and_output_weights": True, "attention_output_gate": True},
     ),
 }
 MODELS["E"] = replace(MODELS["B"], num_experts=4, moe_ffn_hidden_size=24)
@@ -74,6 +76,7 @@ MODELS["E-shared"] = replace(
     MODELS["E"],
     **{"moe_layer_freq": [0, 1, 0, 1], "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     moe_shared_expert_intermediate_size=16,
+    moe_shared_expert_gate=True,
 )
 
 
@@ -463,6 +466,7 @@ def _config(case: Case) -> Any:
         **{name: getattr(model, name) for name in ("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")},
         **{name: getattr(model, name) for name in ("num_attention_heads", "num_query_groups", "rotary_interleaved")},
         **{name: getattr(model, name) for name in ("normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm")},
+        attention_output_gate=model.attention_output_gate,
         gated_linear_unit=model.swiglu,
         **({} if model.num_experts is None else _experts(model)),
         activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
@@ -486,7 +490,7 @@ def _experts(model: MegatronModel) -> dict[str, Any]:
 
     # Without Transformer Engine the router of release 0.16 fails on a name that is not defined.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    same = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq")
+    same = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq")
     return {
         **{
             name: getattr(model, name) for name in (*same, "moe_router_score_function", "moe_router_enable_expert_bias")

@@ -34,9 +34,20 @@ TRAINED = [
     *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron", "falcon-7b", "falcon-40b"),
     "falcon-11b",
     *("opt", "gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
+    *("mamba2", "nemotron_h"),
 ]
 """All models of each family with layers of their own kind. The others differ in names and sizes."""
-SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "glm4_moe"]
+SHARED_BY_TENSOR_RANKS = [
+    "gpt2",
+    "llama-3.1",
+    "qwen3",
+    "olmo2",
+    "gpt_neox",
+    "phi3",
+    "granite",
+    "glm4_moe",
+    "nemotron_h",
+]
 """One model for each order of the weights of a layer."""
 
 

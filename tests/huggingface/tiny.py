@@ -157,6 +157,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
     "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **{"layers_block_type": ["linear_attention", "full_attention", "mlp"], "head_dim": 12},
+            **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "time_step_min": 1e-12},
+        },
+    ),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
 """The `model_type` of each, and its settings other than the common ones."""

@@ -81,6 +81,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_like": {
         **LLAMA,
         "qk_norm": "head",
+        "attention_output_gate": True,
         "kv_channels": 12,
         "rotary_scaling": "llama3",
         "rotary_scaling_factor": 4.0,
@@ -129,6 +130,7 @@ HYBRID: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
+    "attention_output_gate": True,
 }
 """One layer of each part."""
 

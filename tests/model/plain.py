@@ -44,11 +44,12 @@ def rotated(heads: Tensor, rotation: Rotation, first_position: int = 0) -> Tenso
 def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidden: Tensor, masked: Masked) -> Tensor:
     """Causal attention of one document, head by head."""
     width, in_group = model.kv_channels, model.num_attention_heads // block.num_key_value_heads
-    groups = block.num_key_value_heads
+    groups, gates = block.num_key_value_heads, in_group * model.attention_output_gate
+    rows = in_group + gates + 2
     rotation = rotation_of(model, block)
 
     def columns(group: int, place: int) -> Tensor:
-        first = (group * (in_group + 2) + place) * width
+        first = (group * rows + place) * width
         part = hidden @ layer.query_key_value.weight[first : first + width].T
         if layer.query_key_value.bias is not None:
             part = part + layer.query_key_value.bias[first : first + width]
@@ -62,7 +63,7 @@ def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidde
         return heads if rotation is None else [rotated(each, rotation) for each in heads]
 
     queries = [columns(group, place) for group in range(groups) for place in range(in_group)]
-    keys, values = ([columns(group, place) for group in range(groups)] for place in (in_group, in_group + 1))
+    keys, values = ([columns(group, place) for group in range(groups)] for place in (rows - 2, rows - 1))
     queries, keys = turned(queries, layer.query_norm), turned(keys, layer.key_norm)
     length = hidden.shape[1]
     outputs = []
@@ -76,6 +77,8 @@ def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidde
         scores = scores.masked_fill(unseen, float("-inf"))
         weights = masked(scores.softmax(-1), f"head {head}")
         outputs.append(weights @ values[head // in_group])
+        if gates:
+            outputs[-1] = outputs[-1] / (1 + torch.exp(-columns(head // in_group, in_group + head % in_group)))
     return product(layer.projection, torch.cat(outputs, -1))
 
 
@@ -130,6 +133,8 @@ def recurrence(layer: RecurrentMixer, hidden: Tensor) -> Tensor:
         outputs.append((torch.stack(found, 1) + skip, gate * torch.sigmoid(gate)))
 
     def normed(output: Tensor) -> Tensor:
+        if layer.norm.bias is not None:
+            output = output - output.mean(-1, keepdim=True)
         return output / (output.square().mean(-1, keepdim=True) + layer.norm.epsilon).sqrt()
 
     if sizes.kind == "mamba2":
@@ -137,7 +142,8 @@ def recurrence(layer: RecurrentMixer, hidden: Tensor) -> Tensor:
         groups = [torch.cat(gated[at : at + in_group], -1) for at in range(0, sizes.num_heads, in_group)]
         mixed = torch.cat([normed(each) for each in groups], -1) * layer.norm.weight
     else:
-        mixed = torch.cat([normed(output) * layer.norm.weight * gate for output, gate in outputs], -1)
+        bias = 0.0 if layer.norm.bias is None else layer.norm.bias
+        mixed = torch.cat([(normed(output) * layer.norm.weight + bias) * gate for output, gate in outputs], -1)
     return mixed @ layer.projection.weight.T
 
 

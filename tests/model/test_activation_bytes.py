@@ -34,7 +34,8 @@ SHAPES = {
     "experts": llama_config(hidden_size=128, num_experts=4, moe_ffn_hidden_size=96),
     "experts_of_relu": model_config(hidden_size=128, num_experts=4, activation="relu", disable_bias_linear=True),
     "shared_experts": llama_config(
-        hidden_size=128, num_experts=4, moe_ffn_hidden_size=96, moe_shared_expert_intermediate_size=64
+        **{"hidden_size": 128, "num_experts": 4, "moe_ffn_hidden_size": 96, "moe_shared_expert_intermediate_size": 64},
+        moe_shared_expert_gate=True,
     ),
     **{name: model_config(**parts | OF_128) for name, parts in OF_FAMILIES.items()},
 }
@@ -108,6 +109,7 @@ def left_out_bytes(
         of_heads = model.qk_norm == "head"
         left_out += tokens * numbers * (model.num_attention_heads + block.num_key_value_heads if of_heads else 2)
     if block.num_experts:
+        left_out += tokens * element_bytes * model.moe_shared_expert_gate
         left_out += len(cut) * block.num_experts * 4  # ends of the rows of each expert
     # A cosine and a sine, in fp32, for every pair of channels: once for all rows and heads.
     rotates = model.position_embedding_type == "rope" and block.rotated and block.num_key_value_heads

@@ -19,6 +19,7 @@ LAYERS = {
     "gated": GATED,
     "one_choice": {**GATED, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "shared": {**GATED, "moe_shared_expert_intermediate_size": 20},
+    "gated_shared": {**GATED, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     "groups": {
         **GATED,
         **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 4},
@@ -53,7 +54,10 @@ def written_out(layer: ExpertLayer, hidden: Tensor) -> Tensor:
             output = output + weight * F.linear(widened, experts.down[number], down)
         outputs.append(output)
     found = torch.stack(outputs).view_as(hidden)
-    return found if layer.shared is None else found + layer.shared(hidden)
+    if layer.shared is None:
+        return found
+    gates = 1 if layer.shared_gate is None else 1 / (1 + torch.exp(-(hidden * layer.shared_gate).sum(2, keepdim=True)))
+    return found + gates * layer.shared(hidden)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -39,7 +39,7 @@ FAMILIES = {
     ),
     "qwen": (
         f"{LLAMA} --qk-layernorm --add-qkv-bias --use-rope-scaling --rotary-scaling-factor 4 --rotary-original-length 8"
-        " --no-rope-freq 2"
+        " --no-rope-freq 2 --attention-output-gate"
     ),
     "gemma": (
         f"{LLAMA.replace('swiglu', 'activation geglu')} {WINDOWS} --rotary-base-local 100 --norm-placement both"
@@ -59,13 +59,13 @@ FAMILIES = {
     # Every token goes to all experts, so that no rounding changes a choice.
     "experts": (
         "--num-experts 4 --moe-router-topk 4 --moe-router-score-function sigmoid --moe-ffn-hidden-size 24"
-        " --moe-shared-expert-intermediate-size 16 --moe-layer-freq 2"
+        " --moe-shared-expert-intermediate-size 16 --moe-layer-freq 2 --moe-shared-expert-gate"
     ),
     # One part a layer, and one of each kind.
     "hybrid": (
         "--hybrid-layer-pattern MG*- --mamba-num-heads 8 --mamba-head-dim 4 --mamba-state-dim 6 --mamba-num-groups 4"
         " --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
-        " --linear-conv-kernel-dim 3 --normalization RMSNorm"
+        " --linear-conv-kernel-dim 3 --attention-output-gate"
     ),
 }
 """Flags of well-known families of models, by name."""

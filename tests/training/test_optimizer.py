@@ -13,15 +13,18 @@ from megatron_terapipe.training.optimizer import apex_fused_adam, build_optimize
 from tests.model.configs import model_config
 
 
+@pytest.mark.parametrize("of_heads", [False, True])
 @pytest.mark.parametrize("shape", [{}, {"activation": "swiglu", "normalization": "rmsnorm"}], ids=["gpt", "gated"])
-def test_matrices_decay_and_vectors_do_not(shape: dict[str, str]) -> None:
-    model = WholeModel(model_config(**shape))
-    groups = build_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0.2), model.named_parameters()).param_groups
+def test_matrices_decay_and_vectors_only_in_norms_of_heads_if_set(shape: dict[str, str], of_heads: bool) -> None:
+    model = WholeModel(model_config(**shape, qk_norm="head"))
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.2, apply_wd_to_qk_layernorm=of_heads)
+    groups = build_optimizer(config, model.named_parameters()).param_groups
     decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert {group["weight_decay"] for group in groups} == {0.0, 0.2}
     for name, parameter in model.named_parameters():
         is_vector = name.endswith(".bias") or "norm" in name or name.startswith("layers.5.")
-        assert decay.pop(id(parameter)) == (0.0 if is_vector else 0.2), name
+        set_apart = of_heads and any(each in name for each in ("query_norm", "key_norm"))
+        assert decay.pop(id(parameter)) == (0.0 if is_vector and not set_apart else 0.2), name
     assert not decay
 
 

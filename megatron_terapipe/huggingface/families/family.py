@@ -42,6 +42,8 @@ class TensorNames:
     expert_down: str = "mlp.experts.{}.down_proj"
     shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+    """The gate of the shared experts, the whole name."""
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     attention_output_norm: str = "post_attention_layernorm"

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
-from megatron_terapipe.huggingface.families import layernorm, llama, mixtures
+from megatron_terapipe.huggingface.families import hybrids, layernorm, llama, mixtures
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile
 
@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             mixtures.GLM4_MOE,
             *(llama.MINISTRAL, llama.ARCEE, llama.SEED_OSS, llama.ERNIE4_5, llama.GLM, llama.GLM4, llama.OLMO3),
             llama.EXAONE4,
+            *(hybrids.MAMBA2, hybrids.NEMOTRON_H),
         )
     }
 )

@@ -174,7 +174,8 @@ class LayerMemory:
                 exchanged = query * np.greater(self.sequence_parallel_size, 1)
             key_value = self.keys_and_values(attention)
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
-            normed_heads = element * attention.normed_channels / size
+            # A gate keeps its sigmoid, and the projection the gated output.
+            normed_heads = element * attention.normed_channels / size + 2 * attention.gated * query
             positions = attention.most_positions(layer.tokens)
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
             copies = 2 * element + 1 if self.software.attention.keeps_dropped else element

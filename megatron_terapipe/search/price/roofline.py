@@ -559,6 +559,7 @@ class Roofline:
                 (operators.heads, 1, heads * channels, False),
                 (operators.rotary, bool(layer.rotary_channels), layer.rotary_channels / tp, False),
                 (operators.head_norm, 2 * attention.normed, attention.normed_channels / 2 / tp, False),
+                (operators.gated_activation, attention.gated, attention.query_heads * channels, False),
             ]
             exchanging = np.greater(query.sequence_parallel_size, 1).astype(float)
             if np.any(exchanging):

@@ -71,6 +71,8 @@ class Attention:
     written_out: bool = False
     """Whether no fused kernel computes it, as with a soft cap of the scores or dropout of the weights: its scores are
     then in memory, tile by tile."""
+    gated: bool = False
+    """Whether its output is multiplied by gates, which are projected beside the queries."""
 
     @property
     def normed_channels(self) -> int:
@@ -365,7 +367,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
     attention = None
     num_biases = biased_channels = 0
     if shape.num_key_value_heads:
-        of_heads = (heads + 2 * shape.num_key_value_heads) * head_size
+        of_heads = ((1 + model.attention_output_gate) * heads + 2 * shape.num_key_value_heads) * head_size
         attention = Attention(
             heads,
             shape.num_key_value_heads,
@@ -374,6 +376,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
             sliding_window=shape.window if (shape.window or model.seq_length) < model.seq_length else None,
             normed=model.qk_norm != "none",
             written_out=model.attention_softcap is not None or model.attention_dropout > 0,
+            gated=model.attention_output_gate,
         )
         products += Product(hidden, of_heads, "column"), Product(heads * head_size, hidden, "row")
         num_biases += model.has_qkv_bias + model.has_projection_bias
@@ -389,6 +392,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         num_biases += 2 * model.has_mlp_bias
         biased_channels += model.has_mlp_bias * ((1 + model.gated) * width + hidden)
     if shape.num_experts:
+        products += [Product(hidden, 1, "none")] * flops.has_shared_gate(model, shape)
         experts = Experts(
             number=shape.num_experts,
             chosen=model.moe_router_topk,

@@ -219,8 +219,10 @@ def rival_time(model: CostModel, strategy: Strategy, on_host: tuple[str, ...] = 
 
 def mlp_of(layer: Layer) -> Layer:
     """Return the MLP of a layer without the rest."""
-    products = layer.products[2 if layer.attention is not None else 0 :] if layer.activation_width else ()
-    return replace(layer, products=products, attention=None, num_norms=0, num_biases=0, rotary_channels=0)
+    mixes_tokens = layer.attention is not None or layer.recurrence is not None
+    products = layer.products[2 if mixes_tokens else 0 :] if layer.activation_width else ()
+    without = {"attention": None, "recurrence": None, "num_norms": 0, "num_biases": 0, "rotary_channels": 0}
+    return replace(layer, products=products, **without)  # type: ignore[arg-type]
 
 
 LEAST_TOKENS = 32_768

@@ -23,9 +23,15 @@ HARMLESS = {
 """Settings that change no logit."""
 
 
+READABLE: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+}
+"""Settings for which a default is given that is refused: here, layers of experts."""
+
+
 def defaults_of(name: str) -> dict[str, Any]:
     """The default settings of a model."""
-    return transformers.CONFIG_MAPPING[name]().to_dict()
+    return transformers.CONFIG_MAPPING[name](**READABLE.get(name, {})).to_dict()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -36,13 +42,13 @@ def test_every_setting_that_transformers_has_is_understood(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_missing_keys_have_the_defaults_of_transformers(name: str) -> None:
     family = FAMILIES[name]
-    assert family.read(SettingsFile({}, "")) == family.read(SettingsFile(defaults_of(name), ""))
+    assert family.read(SettingsFile(READABLE.get(name, {}), "")) == family.read(SettingsFile(defaults_of(name), ""))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_the_written_file_as_the_same_model(name: str) -> None:
     family = FAMILIES[name]
-    model = family.read(SettingsFile({}, ""))
+    model = family.read(SettingsFile(READABLE.get(name, {}), ""))
     assert not family.differences(model)
     written = {key: value for key, value in family.write(model).items() if key not in ("architectures", "model_type")}
     theirs = transformers.CONFIG_MAPPING[name](**written).to_dict()

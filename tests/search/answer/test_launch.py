@@ -25,6 +25,7 @@ from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from tests.architecture.sources import ROOT as REPOSITORY
 from tests.end_to_end.conftest import SECRETS
+from tests.huggingface.files import least_settings
 from tests.model.configs import MODELS
 from tests.search.answer.answers import BEST, small_problem
 
@@ -51,7 +52,7 @@ def test_flags_rebuild_the_model(model: ModelConfig) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flags_rebuild_the_model_of_every_family(name: str) -> None:
-    model = parse_workload({"model_type": name}, "config.json").config
+    model = parse_workload(least_settings(name), "config.json").config
     assert model is not None
     config = parse_arguments(
         [*model_flags(model), "--mock-data", *"--train-iters 1 --lr 1 --micro-batch-size 1".split()]

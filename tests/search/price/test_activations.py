@@ -67,7 +67,7 @@ def test_korthikanti(size: int) -> None:
         {"norm_placement": "post", "num_key_value_heads": 8},
         {"parallel_residual": True},
         {"parallel_residual": True, "shared_block_norm": True, "qk_norm": "head"},
-        {"attention_softcap": 30.0},
+        {"attention_softcap": 30.0, "attention_output_gate": True},
     ],
 )
 def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, object]) -> None:

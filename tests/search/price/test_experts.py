@@ -136,7 +136,7 @@ def test_states_by_hand() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shared", [None, 2048])
 def test_activations_are_those_of_the_closed_form(recompute: str, shared: int | None) -> None:
-    model = replace(MODEL, moe_shared_expert_intermediate_size=shared)
+    model = replace(MODEL, moe_shared_expert_intermediate_size=shared, moe_shared_expert_gate=shared is not None)
     block, layer = model.blocks[0], gpt_workload(model).layers[1]
     sizes = {"layer": layer, "software": TERAPIPE, "element_bytes": 2, "sequence_parallel": False}
     found = LayerMemory(**sizes, tensor_parallel_size=1).of_token(recompute)

@@ -17,18 +17,20 @@ from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.machine.trainers import ALST
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.memory import default_overheads
-from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.price.workload import Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.rivals import (
     Rival,
     all_strategies,
     best_rival,
     has_rival,
+    mlp_of,
     rival_memory,
     rival_time,
 )
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
+from tests.model.configs import model_config
 from tests.search.problems import small_cluster, small_problem
 
 LINES = Path(__file__).parent.joinpath("published_long_sequences.jsonl").read_text(encoding="utf-8").splitlines()
@@ -141,6 +143,15 @@ def test_only_long_sequences_in_bf16_have_a_rival(length: int, precision: str, p
 @pytest.fixture(scope="module")
 def model() -> CostModel:
     return of_alst(small_problem(seq_length=65536, hidden_size=1024).workload, small_cluster(2, num_devices=4))
+
+
+def test_an_mlp_is_priced_without_the_mixer_before_it() -> None:
+    linear = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"}
+    layers = gpt_workload(model_config(num_layers=2, **linear)).layers[1:3]
+    assert layers[0].recurrence is not None and layers[1].attention is not None
+    first, second = (mlp_of(layer) for layer in layers)
+    assert (first.products, first.recurrence, first.attention) == (second.products, None, None)
+    assert len(first.products) == 2
 
 
 def test_ranks_divide_the_work(model: CostModel) -> None:

@@ -13,6 +13,7 @@ from megatron_terapipe.neox.convert import convert, read_settings
 from megatron_terapipe.search.price.workload_files import read_workload
 from tests.faults.fuzzing.target import Target
 from tests.faults.fuzzing.targets.search import STRATEGY, in_file
+from tests.huggingface.files import least_settings
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3"
 RUN = f"{SMALL} --train-iters 10 --mock-data"
@@ -118,7 +119,9 @@ def _json(document: object) -> bytes:
 
 def _of_families() -> list[bytes]:
     """Return a file of each family, with its default sizes."""
-    return [_json(each.write(each.read(SettingsFile({}, each.name)))) for each in FAMILIES.values()]
+    return [
+        _json(each.write(each.read(SettingsFile(least_settings(each.name), each.name)))) for each in FAMILIES.values()
+    ]
 
 
 TARGETS = (
