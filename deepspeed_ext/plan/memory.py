@@ -7,6 +7,7 @@ For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time
     keys and values     [=== of the whole sequence =========]     from the first forward to the last input gradient
     their gradients                    [=== of the prefix ]       from the first input gradient; those of a token slice
                                                                   until its own input gradient
+    states              [=== left by token slice 0 =====]         of layers that carry one: from F0 to B0 or BI0
     logits and loss     [=]  [=]                                  on the last stage, from F to BI or B, token slice by
                                                                   token slice; no more than a limit, if there is one
 
@@ -54,7 +55,7 @@ StepFunction = Sequence[tuple[float, float]]
 
 _FIELDS = (
     *("activation", "key_value", "key_value_gradient"),
-    *("logits", "freed_by_input_gradient", "logits_limit", "stage_input"),
+    *("logits", "freed_by_input_gradient", "logits_limit", "stage_input", "state"),
 )
 
 
@@ -78,13 +79,17 @@ class TokenBytes:
     stage_input: tuple[float, ...] | None = None
     """Where stages are recomputed, per stage its input, which is all that a forward keeps but for keys and values;
     `activation` is then computed again. None where forwards keep their activations."""
+    state: tuple[float, ...] = ()
+    """Per stage, states that a token slice leaves to the next one whatever its length, from its forward to its input
+    gradient; that of the last one is the gradient of the state that it reads. None are left where a sequence is one
+    token slice. Empty without such layers."""
 
     @classmethod
     def from_json(cls, text: str, shape: PipelineShape) -> "TokenBytes":
         """Read `{"activation": x, ...}`: the fields of this class, of which all but the first may be left out.
 
-        The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number is for all
-        stages but the first.
+        The first three are numbers, or lists with one for each stage; so are `state`, and `stage_input`, where one
+        number is for all stages but the first.
         """
         fields = parse_json(text, "the file of sizes")
         if not isinstance(fields, dict) or "activation" not in fields:
@@ -114,7 +119,7 @@ class TokenBytes:
         stage_input = by_stage("stage_input") if "stage_input" in fields else None
         if stage_input is not None and not isinstance(fields["stage_input"], list):
             stage_input = (0.0, *stage_input[1:])
-        return cls(activation, key_value, key_value_gradient, logits, freed, limit, stage_input)
+        return cls(activation, key_value, key_value_gradient, logits, freed, limit, stage_input, by_stage("state"))
 
 
 def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
@@ -224,6 +229,8 @@ def _changes(
         kept, again = activation + logits, 0.0
         if stage_input is not None:
             kept, again = tokens * stage_input[op.stage], kept
+        if token_bytes.state and shape.num_token_slices > 1:
+            kept += token_bytes.state[op.stage]
         if op.kind is OpKind.FORWARD:
             yield start, kept
             given_back[unit] = kept

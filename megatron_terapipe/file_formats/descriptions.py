@@ -59,6 +59,8 @@ class TokenBytesFile(Part):
     stage_input: Amount | list[Amount] = ABSENT
     """Input of a stage, which is all that a forward keeps where stages are recomputed; one number is for all stages but
     the first, which reads tokens. If left out: stages are not recomputed."""
+    state: Amount | list[Amount] = ABSENT
+    """States that a token slice leaves to the next one, whatever its length. If left out: 0."""
 
 
 def partition_schema() -> dict[str, Any]:

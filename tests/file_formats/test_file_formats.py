@@ -48,6 +48,7 @@ TOKEN_BYTES = {
     "freed_by_input_gradient": 0.25,
     "logits_limit": 1e6,
     "stage_input": [0.0, 8.0],
+    "state": [4.0, 4.0],
 }
 FULL = Strategy(
     data_parallel_size=2,
@@ -176,7 +177,7 @@ def test_answers_of_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     Path("costs.json").write_text(json.dumps(COSTS))
     Path("order.txt").write_text("0B0.0, 0F0.0\n1F0.0, 1B0.0\n")
-    of_tokens = {"activation": 64, "key_value": 8, "key_value_gradient": 16, "stage_input": 8}
+    of_tokens = {"activation": 64, "key_value": 8, "key_value_gradient": 16, "stage_input": 8, "state": 4}
     Path("token_bytes.json").write_text(json.dumps(of_tokens))
     offload = ["--seq-length", "512", "--token-bytes", "token_bytes.json", "--offload", "--host-bandwidth", "4096"]
     solved = ["--attention-share", "0.5", "--head-share", "0.1", "--solve-slices", "--solve-stages", "--effort", "0.1"]

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.mamba2 import configuration_mamba2, modeling_mamba2
 from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
 
+from deepspeed_ext.runtime.attention.carried_states import CarriedStates
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.recurrences import linear_attention
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.flops import state_bytes
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, Recurrence
 from megatron_terapipe.huggingface.families.family import TensorNames
 from megatron_terapipe.huggingface.weight_rules import layer_rules, split_layer
@@ -59,6 +61,19 @@ def test_token_slices_and_documents_equal_a_loop_over_tokens(
     wanted = torch.autograd.grad(expected, [expected_of, *weights], direction)
     for one, other in zip(wanted, torch.autograd.grad(whole, [found_of, *weights], direction), strict=True):
         assert (one - other).norm() <= 1e-11 * one.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_bytes_are_those_that_a_token_slice_leaves(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(CarriedStates, "leave", lambda self, name, token_slice, state: left.append(state.nbytes))
+    layer = RecurrentMixer(MODEL, KINDS[kind], TensorParallelRanks()).to(dtype)
+    hidden = hidden_state(MODEL.hidden_size, LENGTH).to(dtype)
+    in_token_slices(layer, hidden, (LENGTH,))
+    assert sum(left) == len(hidden) * state_bytes(KINDS[kind], dtype.itemsize)
 
 
 def by_part(weight: Tensor, *widths: int) -> list[Tensor]:

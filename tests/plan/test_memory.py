@@ -60,6 +60,16 @@ CURVES = [
         *(ORDER_OF_THREE, THREE, [3, 1, 2], only(logits=1.0, logits_limit=5.0)),
         [(0, 3), (1, 4), (2, 5), (5, 4), (7, 3), (9, 0)],
     ),
+    # A state is as large whatever the length of its token slice; one token slice leaves none.
+    (SPLIT, ALONE, [3, 1], only(state=(10.0,)), [(0, 10), (1, 20), (3, 10), (4, 0)]),
+    (
+        ORDER_OF_THREE,
+        THREE,
+        [3, 1, 2],
+        only(state=(2.0,), stage_input=(0.0,)),
+        [(0, 2), (1, 4), (2, 6), (5, 4), (7, 2), (9, 0)],
+    ),
+    ("0F0.0 0B0.0", PipelineShape(1, 1), [4], only(state=(10.0,)), []),
     # Evaluation has no backward that frees.
     ("0F0.0 0F0.1", ALONE, [3, 1], only(activation=(10.0,), key_value=(1.0,)), [(0, 34), (1, 44), (2, 0)]),
     # Recomputed: B takes 2, from 2 to 4; BI frees 4 of 10 a token, its logits, and the input.

@@ -33,12 +33,14 @@ costs.json:
 
 token_bytes.json:
   {"activation": 81920, "key_value": 8192, "key_value_gradient": 16384, "logits": 200000,
-   "freed_by_input_gradient": 0.3, "logits_limit": 500000000, "stage_input": 8192}
+   "freed_by_input_gradient": 0.3, "logits_limit": 500000000, "stage_input": 8192,
+   "state": 67108864}
   The first four are the bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values,
   as their gradients, and as logits on the last stage. Then come the share of the activation that a BI frees, and the
   largest number of bytes of logits that a rank keeps. With stage_input stages are recomputed: a forward keeps their
   input, and the activation exists only during the backward; one number is for all stages but the first, which reads
-  tokens. This and the first three may be lists with one number for each stage. All but the first may be left out.
+  tokens. The state is the bytes that a token slice leaves to the next one, whatever its length. These two and the first
+  three may be lists with one number for each stage. All but the first may be left out.
 
 examples:
   %(prog)s --schedule 1f1b --stages 4 --micro-batches 4 --token-slices 4

@@ -18,7 +18,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
-from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, kept_channels, routed_activation_bytes
+from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, kept_channels, routed_activation_bytes, state_bytes
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.price.layer_times import Numbers, ScalarOrArray, held_rows, key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
@@ -49,6 +49,9 @@ class TokenMemory(NamedTuple):
     """Of a sequence, not of a token: sums of the gradients of keys and values in the reach of a sliding window, where a
     sequence has several token slices. Its keys and values are among `activations`: each token slice's are freed by its
     own backward."""
+    state: ScalarOrArray = 0.0
+    """Of a token slice, not of a token: states that its recurrences leave to the next one, in either recomputation;
+    none where a sequence is one token slice."""
     recomputed: ScalarOrArray = 0.0
     """Activations of all layers of the stage, which its backward recomputes at once and holds while it runs."""
 
@@ -233,6 +236,7 @@ class LayerMemory:
             freed_by_input_gradient=kept + in_window - self.operands(),
             scores=tile_scores * owned,
             window_gradients=((window or 1) - 1) * in_window * gradient_ratio,
+            state=(0 if sizes is None else state_bytes(sizes, element)) / size,
         )
 
     def routed(self, *, working: bool = False) -> ScalarOrArray:
@@ -266,7 +270,7 @@ class StageBytes(NamedTuple):
 
     token: TokenMemory
     """Of one token of a micro-batch; `working` and `scores` are those of the layer with most, `window_gradients` those
-    of a whole micro-batch."""
+    of a whole micro-batch, `state` those of a token slice."""
     head_working: Numbers | float = 0.0
     """`working` of the head, which is separate because it has a limit."""
     limits: LogitLimits = LogitLimits(inf, inf)
@@ -333,11 +337,14 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     is_forward, is_last = change > 0, change < 0
     head_working = np.broadcast_to(of_stage.head_working, np.shape(of_stage.token.activations))[order.stage]
     of_token = TokenMemory(*(part[order.stage] for part in np.broadcast_arrays(*of_stage.token)))
+    # The last token slice leaves no state: its part stands for the gradient of the state that it reads.
+    state = (len(tokens) > 1) * of_token.state
     activations, freed = own * of_token.activations, own * of_token.freed_by_input_gradient
     # Bytes allocated as an op starts, and freed when it has ended. The last op of a backward in two parts frees the
     # remaining bytes of the first.
     comes = np.where(is_forward, activations, 0.0)
     goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
+    comes, goes = comes + np.where(is_forward, state, 0.0), goes + np.where(is_turn, state, 0.0)
     held_activations = _during(comes, goes) - _on_host(copies, Content.INPUT, len(own.T))
     logits = own * of_token.logits
     held_logits = np.where(is_turn, logits, 0.0)

@@ -366,11 +366,13 @@ class MemoryModel:
             return held
         # Every rank may hold as many micro-batches, on all its stages, as the first one does under 1F1B.
         live = limit * min(ranks - 1 + token_slices, strategy.num_micro_batches * token_slices) / token_slices
-        tokens = min(live, strategy.num_micro_batches) * sum(lengths)
-        return held._replace(
-            activations=tokens * np.reshape(of_stage.token.activations, (-1, ranks)).sum(axis=0),
-            key_values=tokens * np.reshape(of_stage.token.key_values, (-1, ranks)).sum(axis=0),
+        live = min(live, strategy.num_micro_batches)
+        activations, key_values, states = (
+            live * np.reshape(each, (-1, ranks)).sum(axis=0)
+            for each in (of_stage.token.activations, of_stage.token.key_values, of_stage.token.state)
         )
+        states = (token_slices > 1) * token_slices * states
+        return held._replace(activations=sum(lengths) * activations + states, key_values=sum(lengths) * key_values)
 
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""

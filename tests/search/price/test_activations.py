@@ -97,6 +97,14 @@ def test_keys_in_windows_go_with_their_token_slice(recompute: str) -> None:
     assert without.window_gradients == 0
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "stage"])
+def test_states_are_kept_in_every_recomputation_and_shared_by_heads(recompute: str) -> None:
+    model, layer = block(hybrid_layer_pattern="MM")
+    expected = flops.state_bytes(model.blocks[0].recurrence, 2)
+    assert [memory(layer, TERAPIPE, size, recompute).state for size in (1, 4)] == [expected, expected / 4]
+    assert memory(block()[1], TERAPIPE, recompute=recompute).state == 0
+
+
 def test_scores_that_are_written_out_are_held_while_the_backward_runs() -> None:
     (_, layer), (_, windowed), (_, flash) = (
         block(attention_softcap=30.0),

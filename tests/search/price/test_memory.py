@@ -248,7 +248,9 @@ def stage_bytes(stages: int, freed: float = 0.0) -> StageBytes:
     own = np.arange(1.0, stages + 1)
     logits = np.zeros(stages)
     logits[-1] = 7.0
-    return StageBytes(TokenMemory(10 * own, own, 2 * own, logits, freed_by_input_gradient=10 * own * freed))
+    return StageBytes(
+        TokenMemory(10 * own, own, 2 * own, logits, freed_by_input_gradient=10 * own * freed, state=5 * own)
+    )
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
@@ -261,7 +263,7 @@ def test_the_plans_own_account(
     bytes_of = stage_bytes(shape.num_stages, freed)
     bytes_of = bytes_of._replace(limits=LogitLimits(20.0, inf))
     by_stage = map(tuple, bytes_of.token[:3])
-    token_bytes = TokenBytes(*by_stage, 7.0, freed, logits_limit=20.0)
+    token_bytes = TokenBytes(*by_stage, 7.0, freed, logits_limit=20.0, state=tuple(bytes_of.token.state))
     orders = [list(SCHEDULES[schedule](shape, rank)) for rank in range(ranks)]
     spans = tuple(tuple(Span(op, index, index + 1) for index, op in enumerate(order)) for order in orders)
     curves = memory_over_time(Timeline(shape, spans), lengths, token_bytes)
