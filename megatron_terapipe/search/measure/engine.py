@@ -6,8 +6,7 @@ a step = its ops + op_s x their number + optimizer_s_per_parameter x parameters 
 import os
 import time
 from contextlib import redirect_stdout
-from dataclasses import replace
-from itertools import pairwise, repeat
+from itertools import cycle, islice, pairwise, repeat
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig, PrecisionConfig
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.training import OptimizerConfig
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
@@ -51,11 +51,7 @@ class _Step(NamedTuple):
 
 def measure_engine(model: ModelConfig, precision: str, num_token_slices: int, budget_s: float = inf) -> ProfiledEngine:
     """Measure engines with one and with three layers, on one rank; messages between ranks are priced by links."""
-    blocks = replace(model, heterogeneous_layers_config_path=None)
-    small, large = (
-        _measured_step(replace(blocks, num_layers=number), precision, num_token_slices, budget_s / 2)
-        for number in (1, 3)
-    )
+    small, large = (_measured_step(model, number, precision, num_token_slices, budget_s / 2) for number in (1, 3))
     # A difference of two medians would be mostly noise.
     each = (large.least_outside_s - small.least_outside_s) / (large.parameters - small.parameters)
     each = max(each, 0.0)
@@ -66,16 +62,20 @@ def measure_engine(model: ModelConfig, precision: str, num_token_slices: int, bu
     )
 
 
-def _measured_step(model: ModelConfig, precision: str, num_token_slices: int, budget_s: float) -> _Step:
+def _measured_step(
+    model: ModelConfig, num_blocks: int, precision: str, num_token_slices: int, budget_s: float
+) -> _Step:
     ends = time.perf_counter() + budget_s
     cut = TokenSlices.uniform(model.seq_length, num_token_slices)
     strategy = Strategy(num_token_slices=num_token_slices, global_batch_size=NUM_MICRO_BATCHES)
     flags = PrecisionConfig(bf16=precision == "bf16", fp16=precision == "fp16")
     config = strategy.config(model, precision=flags)
     layout = ParallelLayout(num_token_slices=num_token_slices)
+    layers = gpt_layers(model)
+    first, end = LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + model.num_layers
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         module = TokenSlicePipelineModule(
-            gpt_layers(model),
+            [*layers[:first], *islice(cycle(layers[first:end]), num_blocks), *layers[end:]],
             layout=layout,
             token_slices=cut,
             loss_fn=gpt_loss,

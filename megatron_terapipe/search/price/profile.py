@@ -4,6 +4,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import astuple
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
@@ -39,6 +40,8 @@ class LayerShape(Entry):
     normed_heads: bool = False
     written_out: bool = False
     sliding_window: Count | None = None
+    recurrence: tuple[str, Count, Count, Count, Count, Count] | None = None
+    """Fields of `Recurrence`."""
 
     @classmethod
     @cache
@@ -53,15 +56,19 @@ class LayerShape(Entry):
             normed_heads=attention is not None and attention.normed,
             written_out=attention is not None and attention.written_out,
             sliding_window=attention and attention.sliding_window,
+            recurrence=layer.recurrence and astuple(layer.recurrence),
         )
 
     def __str__(self) -> str:
         heads = f", {self.attention[0]} heads" if self.attention else ""
         if self.sliding_window is not None:
             heads += f" in a window of {self.sliding_window}"
+        if self.recurrence is not None:
+            heads = f", {self.recurrence[0]} of {self.recurrence[1]} heads"
         vocabulary = f", {self.products[0][1]} outputs" if self.kind == "head" else ""
-        width = f", MLP of {self.activation_width}" if self.kind == "block" else ""
-        return f"a {self.kind} of hidden size {self.hidden_size}{heads}{width}{vocabulary}"
+        width = f", MLP of {self.activation_width}" if self.kind == "block" and self.activation_width else ""
+        article = "an" if self.kind == "embedding" else "a"
+        return f"{article} {self.kind} of hidden size {self.hidden_size}{heads}{width}{vocabulary}"
 
 
 class OpPoint(NamedTuple):

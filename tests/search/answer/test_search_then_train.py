@@ -14,7 +14,10 @@ from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.machine.launcher import free_port
 from tests.end_to_end.launching import DEEPSPEED, ROOT, TIMEOUT_S, environment, read_metrics
 
-MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 260}
+MODEL = {
+    **{"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 260},
+    **{"hybrid_layer_pattern": "M-*", "mamba_head_dim": 16, "mamba_num_groups": 2},
+}
 CLUSTER = {"nodes": [{"hosts": ["localhost"], "device": "cpu-core", "devices": 2}]}
 
 

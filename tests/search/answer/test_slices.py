@@ -54,6 +54,19 @@ def test_writes_json(files, tmp_path, capsys):
     assert checked(capsys.readouterr().out) == answer
 
 
+@pytest.mark.parametrize(("symbol", "equal"), [("M", True), ("G", True), ("*", False)])
+def test_layers_without_attention_have_equal_token_slices(files, capsys, symbol: str, equal: bool) -> None:
+    """With a small head, so that stages are balanced."""
+    sizes = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 128, "seq_length": 65536}
+    model = files("model.json", {**sizes, "hybrid_layer_pattern": f"{symbol}-" * 16})
+    cluster = files("cluster.json", {"nodes": [{"machine": "dgx-h100"}]})
+    strategy = {"pipeline_parallel_size": 8, "global_batch_size": 1, "schedule": "1f1b", "recompute": "stage"}
+    words = cluster, "--strategy", files("strategy.json", strategy), "--count", "8", "--json", "-"
+    assert main(["slices", model, *words]) == 0
+    lengths = checked(capsys.readouterr().out)["best"]["token_slices"]
+    assert (lengths == [8192] * 8) is equal and lengths == sorted(lengths, reverse=True)
+
+
 def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
     entry = {"rank": 1, "strategy": {**STRATEGY, "num_token_slices": 3}, "feasible": True}
     assert run(files, "--count", "2", "--granularity", "128", "--json", "-", strategy=entry) == 0

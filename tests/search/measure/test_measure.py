@@ -20,7 +20,20 @@ from megatron_terapipe.search.price.profile import LayerShape, OpPoint, Profiled
 from megatron_terapipe.search.price.workload import gpt_workload
 from tests.distributed import run_distributed
 
-MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, vocab_size=128)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=32,
+    vocab_size=128,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="[1,0]",
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+"""A layer with a gated delta net, and one with attention."""
 
 
 def sizes(**more: object) -> MeasuredSizes:
