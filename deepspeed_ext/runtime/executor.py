@@ -22,7 +22,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Content, Instruction, InstructionKind
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.channels import RankLinks
-from deepspeed_ext.runtime.first_batch_checks import check_layers
+from deepspeed_ext.runtime.first_batch_checks import AGAIN_AFTER, check_layers
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.gradients.reductions import Entering, GradientReductions
 from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute
@@ -77,11 +77,16 @@ class Executor:
         """Copies in the memory of the host."""
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._unchecked = set(self._stages) if checks else set()
+        self._batches_to_check = AGAIN_AFTER if checks else 0
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
 
     def begin(self, batch: Batch, *, defers_weight_gradients: bool) -> None:
         """Start a batch."""
         self.batch = batch
+        if self._batches_to_check and batch.training:
+            self._batches_to_check -= 1
+            if not self._batches_to_check:
+                self._unchecked = set(self._stages)
         if self._host_copies is not None and self.copies is not None:
             self.copies.begin(self._host_copies.fitting(batch.shape))
         if defers_weight_gradients:
@@ -304,7 +309,8 @@ class Executor:
         if isinstance(inputs, Mapping):
             entries, inputs = inputs, inputs[self._module.data_entries.first]
         layers = self._module.stage_layers(op.stage)
-        if check_layers(layers, inputs, entries, modules=self._module, seq_length=length):
+        cut = self.batch.token_slices_of(op.micro_batch)
+        if check_layers(layers, inputs, entries, modules=self._module, seq_length=length, token_slices=cut):
             self._unchecked.discard(op.stage)
 
     def _backward(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> None:

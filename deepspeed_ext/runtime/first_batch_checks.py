@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
-from deepspeed_ext.runtime.micro_batch import cut_along_sequence, tensors_in
+from deepspeed_ext.runtime.micro_batch import cut_along_sequence, map_tensors, tensors_in
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 
@@ -44,6 +45,10 @@ def _digest(batch: Any) -> int:
 
 MOST_TOKENS = 1024
 """Tokens of each row on which layers are checked. A layer that looks back beyond half of them only is not found."""
+MOST_TOKEN_SLICES = 4
+"""Token slices in which layers are checked, at most."""
+AGAIN_AFTER = 10
+"""The batch of training in which layers are checked again."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Largest norm of the difference to norm of the output that may be rounding; that of a layer is 4 times smaller.
 
@@ -63,14 +68,22 @@ class StageLayer(NamedTuple):
 
 
 def check_layers(
-    layers: Iterable[StageLayer], inputs: Any, entries: Mapping[str, Any], *, modules: nn.Module, seq_length: int
+    layers: Iterable[StageLayer],
+    inputs: Any,
+    entries: Mapping[str, Any],
+    *,
+    modules: nn.Module,
+    seq_length: int,
+    token_slices: TokenSlices,
 ) -> bool:
-    """Run layers on some tokens, whole and in two token slices, without an effect on later batches.
+    """Run layers on some tokens, whole and in a few token slices, without an effect on later batches.
 
     Args:
         layers: layers of a stage, first to last.
         inputs: input of the first one, of one token slice: a tensor [B, N, ...], or a tuple of tensors.
         entries: entries of the same token slice, by name.
+        seq_length: tokens of that token slice, N.
+        token_slices: those of the run, whose first ones give the proportions here.
 
     Returns:
         Whether there were enough tokens.
@@ -78,7 +91,7 @@ def check_layers(
     num_tokens = min(seq_length, MOST_TOKENS)
     if num_tokens < 2:
         return False
-    cuts = TokenSlices((num_tokens,)), TokenSlices.uniform(num_tokens, 2)
+    cuts = TokenSlices((num_tokens,)), _in_proportion(token_slices, num_tokens)
 
     def first(tensors: Any) -> Any:
         return cut_along_sequence(tensors, seq_length, 0, num_tokens)
@@ -86,13 +99,26 @@ def check_layers(
     layers = list(layers)
     for layer in layers:
         _check_batch_norms(layer)
+    # The runtime counts in training for some modules, and gives them what they have counted.
+    training = {module for module in modules.modules() if module.training and not hasattr(module, "counted_in_step")}
     with torch.no_grad(), _undisturbed(modules, inputs):
         hidden, entries = first(inputs), first(entries)
         for layer in layers:
             try:
+                for module in layer.modules:
+                    module.training = module in training
+                # A layer that draws random numbers is compared without them.
+                whole, again = (_run(layer, hidden, entries, cuts[0]) for _ in range(2))
+                if _difference(whole, again, cuts[0]) is not None:
+                    for module in layer.modules:
+                        module.training = False
+                    whole = _run(layer, hidden, entries, cuts[0])
+                parts = _run(layer, hidden, entries, cuts[1])
+                # Weights that are 0 at the start, as those of an output projection may be, would hide what is before.
                 with _shaken(layer):
                     shaken_whole, shaken_parts = (_run(layer, hidden, entries, cut) for cut in cuts)
-                whole, parts = (_run(layer, hidden, entries, cut) for cut in cuts)
+                    of_outputs = map_tensors(_random_like, shaken_whole[0])
+                    gradients = [_gradients(layer, hidden, entries, cut, of_outputs) for cut in cuts]
             except UserError:
                 raise
             except Exception as error:
@@ -104,18 +130,66 @@ def check_layers(
                     f"raise {type(error).__name__} ({reason})",
                 )
                 return True
-            # Weights that are 0 at the start, as those of an output projection may be, would hide what is before them.
-            shaken = _difference(shaken_whole, shaken_parts, cuts[1])
-            difference = _difference(whole, parts, cuts[1]) or shaken
-            if difference is not None:
-                raise UserError(
-                    f"{layer.name} gives other results in token slices than on the whole sequence (a relative "
-                    f"difference of {difference:.1g}), as layers do that mix or count positions by themselves: give it "
-                    "an argument `past`, and call past.attend(query, key, value), past.positions(N), or past.carried "
-                    "and past.carry for a state; or turn this check off with initialize(..., check_token_slices=False)"
-                )
+            for what, pair in (
+                ("results", (whole, parts)),
+                ("results", (shaken_whole, shaken_parts)),
+                ("gradients", gradients),
+            ):
+                if (difference := _difference(*pair, cuts[1])) is not None:
+                    raise UserError(
+                        f"{layer.name} gives other {what} in token slices than on the whole sequence (a relative "
+                        f"difference of {difference:.1g}), as layers do that mix or count positions by themselves: "
+                        "give it an argument `past`, and call past.attend(query, key, value), past.positions(N), or "
+                        "past.carried and past.carry for a state; or turn this check off with initialize(..., "
+                        "check_token_slices=False)"
+                    )
             hidden = whole[0]
     return True
+
+
+def _in_proportion(token_slices: TokenSlices, num_tokens: int) -> TokenSlices:
+    """Cut some tokens as the first token slices of a run; in two where a run has one, or one of them would be empty."""
+    bounds = [0, *accumulate(token_slices.lengths[:MOST_TOKEN_SLICES])]
+    lengths = [later - earlier for earlier, later in pairwise(num_tokens * bound // bounds[-1] for bound in bounds)]
+    return TokenSlices(tuple(lengths)) if len(lengths) > 1 and all(lengths) else TokenSlices.uniform(num_tokens, 2)
+
+
+@torch.enable_grad()
+def _gradients(
+    layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenSlices, of_outputs: Any
+) -> list[tuple[torch.Tensor, ...]]:
+    """Gradients of a layer's inputs for each token slice, given those of its outputs for the whole sequence."""
+    state = SequenceState(cut, sequences=range(len(next(tensors_in(hidden)))))
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    found: list[tuple[torch.Tensor, ...]] = []
+
+    def part(tensors: Any, bounds: tuple[int, int]) -> Any:
+        return cut_along_sequence(tensors, cut.seq_length, *bounds)
+
+    for index, bounds in enumerate(cut.bounds()):
+        inputs.append(map_tensors(_leaf, part(hidden, bounds)))
+        # Copies, because a layer may change its input in place.
+        own = map_tensors(torch.clone, inputs[-1])
+        outputs.append(layer.run(own, state, index, part(entries, bounds)))
+    for index, bounds in reversed([*enumerate(cut.bounds())]):
+        pairs = zip(tensors_in(outputs[index]), tensors_in(part(of_outputs, bounds)), strict=True)
+        # Outputs without tokens, such as a mean of them, are not compared.
+        length = bounds[1] - bounds[0]
+        roots: list[Any] = [pair for pair in pairs if pair[0].requires_grad and pair[0].shape[1:2] == (length,)]
+        roots += state.carried.roots(index)
+        if roots:
+            torch.autograd.backward(*zip(*roots, strict=True))
+        found.append(tuple(each.grad for each in tensors_in(inputs[index]) if each.grad is not None))
+    return found[::-1]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _random_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.randn_like(tensor) if tensor.is_floating_point() else tensor
 
 
 def _run(layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenSlices) -> list[Any]:
@@ -218,16 +292,19 @@ def _difference(whole: list[Any], parts: list[Any], cut: TokenSlices) -> float |
 
 @contextmanager
 def _undisturbed(modules: nn.Module, inputs: Any) -> Iterator[None]:
-    """Set modules to evaluation, and restore their modes, their buffers and the random generators."""
+    """Freeze modules in evaluation, and restore both, their buffers and the random generators."""
+    trained = [weight for weight in modules.parameters() if weight.requires_grad]
     modes = [(module, module.training) for module in modules.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in modules.buffers()]
     device = next(tensors_in(inputs)).device
     forked = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     with torch.random.fork_rng(**forked):
-        modules.eval()
+        modules.eval().requires_grad_(False)
         try:
             yield
         finally:
+            for weight in trained:
+                weight.requires_grad_()
             for module, training in modes:
                 module.training = training
             for buffer, before in buffers:

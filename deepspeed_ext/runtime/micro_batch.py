@@ -107,12 +107,12 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(entry)
 
 
-def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Call a function with the tensors, or other leaves, at each place of trees of the same form."""
     if isinstance(tree, Mapping):
-        return {name: _map(function, entry, *(other[name] for other in others)) for name, entry in tree.items()}
+        return {name: map_tensors(function, entry, *(other[name] for other in others)) for name, entry in tree.items()}
     if isinstance(tree, (tuple, list)):
-        return tuple(_map(function, *entries) for entries in zip(tree, *others, strict=True))
+        return tuple(map_tensors(function, *entries) for entries in zip(tree, *others, strict=True))
     return function(tree, *others)
 
 
@@ -122,12 +122,12 @@ def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> A
     def cut(entry: Any) -> Any:
         return entry[:, start:end] if torch.is_tensor(entry) and _has_sequence(entry, seq_length) else entry
 
-    return _map(cut, tensors)
+    return map_tensors(cut, tensors)
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:
     """Copy a tensor, or a tuple or dict of tensors, to a device, without a wait of the host."""
-    return _map(lambda entry: _moved(entry, device) if torch.is_tensor(entry) else entry, tensors)
+    return map_tensors(lambda entry: _moved(entry, device) if torch.is_tensor(entry) else entry, tensors)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -168,7 +168,7 @@ def parts_on_device(
         return wholes[id(whole)][1][:, start : start + entry.shape[1]]
 
     def moved(tree: Any, is_read: bool) -> Any:
-        return _map(move, tree) if is_read and not isinstance(tree, Mapping) else tree
+        return map_tensors(move, tree) if is_read and not isinstance(tree, Mapping) else tree
 
     return [
         TokenSliceBatch(moved(part.inputs, inputs), moved(part.labels, labels), moved(part.loss_weight, labels))
@@ -178,7 +178,7 @@ def parts_on_device(
 
 def detached(tensors: Any) -> Any:
     """The values of a tensor, or of a tuple or dict of such, without the graph that computed them."""
-    return _map(lambda entry: entry.detach() if torch.is_tensor(entry) else entry, tensors)
+    return map_tensors(lambda entry: entry.detach() if torch.is_tensor(entry) else entry, tensors)
 
 
 def join_token_slices(
@@ -212,7 +212,7 @@ def join_token_slices(
             return torch.cat(pieces, dim=1)
         return torch.stack(pieces, dim=min(1, pieces[0].dim()))
 
-    return _map(join, *parts)
+    return map_tensors(join, *parts)
 
 
 def join_micro_batches(wholes: Sequence[Any]) -> Any:
@@ -223,7 +223,7 @@ def join_micro_batches(wholes: Sequence[Any]) -> Any:
             return wholes[0] if all(whole == wholes[0] for whole in wholes) else list(wholes)
         return torch.cat(wholes) if wholes[0].dim() else torch.stack(wholes)
 
-    return _map(join, *wholes)
+    return map_tensors(join, *wholes)
 
 
 CountLossTokens = Callable[[Any], float]

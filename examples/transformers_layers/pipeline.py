@@ -275,7 +275,7 @@ def pipeline_layers(model: "PreTrainedModel", *, tiled_logits: bool = False) -> 
         try:
             use_token_slices(model)
             layers = _layers(parts)
-            _check_logits(model, layers, tokens, expected)
+            _check_logits(model, layers, tokens, expected, own_attention)
             _check_random_numbers(model, layers, tokens)
             if tiled_logits:
                 layers[-1] = _head(parts, tiled=True)
@@ -343,7 +343,9 @@ def _function(layer: Any) -> Any:
     return words if layer.forward_fn is None else partial(layer.forward_fn, words)
 
 
-def _check_logits(model: "PreTrainedModel", layers: Sequence[Any], tokens: Tensor, expected: Tensor) -> None:
+def _check_logits(
+    model: "PreTrainedModel", layers: Sequence[Any], tokens: Tensor, expected: Tensor, own_attention: str
+) -> None:
     """Refuse a model that computes other logits [B, N, V] than its layers do in token slices."""
     name = type(model).__name__
     try:
@@ -358,9 +360,12 @@ def _check_logits(model: "PreTrainedModel", layers: Sequence[Any], tokens: Tenso
         ) from error
     difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCES[expected.dtype]:
+        remedy = "write its layers yourself, as in docs/how-to/own-models.md"
+        if expected.dtype is torch.float64 and own_attention == "eager":
+            remedy = 'its eager attention may compute the softmax in fp32: load it with attn_implementation="sdpa"'
         raise UserError(
             f"{name} computes logits that its layers in token slices do not (a difference of {difference:.1g} of the "
-            "largest): write its layers yourself, as in docs/how-to/own-models.md"
+            f"largest): {remedy}"
         )
 
 
@@ -395,7 +400,7 @@ def _enlarged(layer: nn.Module) -> Iterator[None]:
     """Enlarge the output of the last layer: logits are small before training, so that their limit has no effect."""
 
     def enlarge(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        return (outputs[0] * ENLARGED, *outputs[1:]) if isinstance(outputs, tuple) else outputs * ENLARGED
+        return outputs * ENLARGED if torch.is_tensor(outputs) else (outputs[0] * ENLARGED, *outputs[1:])
 
     hook = layer.register_forward_hook(enlarge)
     try:

@@ -267,6 +267,8 @@ def noisy() -> PreTrainedModel:
 
 
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+OPENAI = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+"""Its layers return lists."""
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
@@ -288,6 +290,8 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         (limited, "computes logits that its layers in token slices do not"),
         (miscounting, "computes logits that its layers in token slices do not"),
         (noisy, "draws random numbers in its layers"),
+        (lambda: model_of("openai-gpt", **OPENAI), "OpenAIGPTLMHeadModel"),
+        (lambda: model_of("llama", attn_implementation="eager").double(), 'load it with attn_implementation="sdpa"'),
     ],
 )
 def test_other_models_are_refused_in_one_line(make: Callable[[], nn.Module], said: str) -> None:

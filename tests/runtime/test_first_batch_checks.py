@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.first_batch_checks import StageLayer, check_layers
 from tests.distributed import run_distributed
@@ -18,6 +20,7 @@ from tests.runtime import models
 from tests.runtime.training import Setup, build, losses
 
 CUT = (9, 1, 14)
+OF_RUN = TokenSlices((100, 60, 40, 56))
 
 
 class OwnAttention(models.Block):
@@ -45,6 +48,14 @@ class PositionsFromZero(models.Embedding):
         return F.embedding(tokens, self.weight) + self.position[: tokens.shape[1]]
 
 
+class ZeroPositions(PositionsFromZero):
+    """Positions that are 0 until they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.position)
+
+
 class Dropping(nn.Module):
     """Mixes no tokens, draws random numbers, and counts its tokens in a buffer."""
 
@@ -67,11 +78,15 @@ def _of(layer: nn.Module) -> StageLayer:
     return StageLayer(f"layer 0 ({type(layer).__name__})", run, tuple(layer.modules()))
 
 
-def check(layer: nn.Module, inputs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+def check(
+    layer: nn.Module,
+    inputs: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> bool:
     layer = layer.to(dtype)
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
-    return check_layers([_of(layer)], inputs, {}, modules=layer, seq_length=inputs.shape[1])
+    return check_layers([_of(layer)], inputs, {}, modules=layer, seq_length=inputs.shape[1], token_slices=OF_RUN)
 
 
 HIDDEN, TOKENS = torch.randn(2, 24, models.HIDDEN), torch.randint(models.VOCAB, (2, 24))
@@ -93,6 +108,7 @@ def test_layers_with_past_or_without_mixing_pass(dtype: torch.dtype) -> None:
     [
         (OwnAttention, HIDDEN, "OwnAttention"),
         (PositionsFromZero, TOKENS, "PositionsFromZero"),
+        (ZeroPositions, TOKENS, "ZeroPositions"),
     ],
 )
 def test_others_are_named_in_one_line(
@@ -106,24 +122,59 @@ def test_others_are_named_in_one_line(
         assert "\n" not in str(refused.value)
 
 
-class ZeroAtStart(OwnAttention):
-    """Its branches are 0 until they are trained."""
+def before(hidden: Tensor, distance: int) -> Tensor:
+    """The token `distance` before each one; 0 where there is none."""
+    return F.pad(hidden, (0, 0, distance, 0))[:, : hidden.shape[1]]
 
-    def __init__(self) -> None:
+
+def attended(hidden: Tensor, *, block: int | None = None, slope: float = 0.0) -> Tensor:
+    position = torch.arange(hidden.shape[1])
+    distance = position[:, None] - position
+    mask = distance >= 0 if block is None else (distance >= 0) & (position[:, None] // block == position // block)
+    scores = torch.where(mask, -slope * distance.to(hidden.dtype), float("-inf"))
+    return F.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=scores)
+
+
+class Mixing(nn.Module):
+    """Adds a mixture of tokens, in a branch with the same weight for all channels."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], weight: float) -> None:
         super().__init__()
-        for weight in (*self.out.parameters(), *self.mlp[-1].parameters()):
-            nn.init.zeros_(weight)
-
-
-class LooksFarBack(nn.Module):
-    """A causal convolution with one far tap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(models.HIDDEN))
+        self.mix, self.weight = mix, nn.Parameter(torch.full((models.HIDDEN,), weight))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + F.pad(hidden, (0, 0, 70, 0))[:, : hidden.shape[1]] * self.weight
+        return hidden + self.mix(hidden) * self.weight
+
+
+class MixingBlock(models.Block):
+    """Adds it beside attention that reads `past`."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.mixing = Mixing(MIXTURES["convolution"], weight)
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        return self.mixing(super().forward(hidden, past))
+
+
+MIXTURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "convolution": lambda hidden: before(hidden, 1) - before(hidden, 2),
+    "token shift": lambda hidden: before(hidden, 1),
+    "far tap": lambda hidden: before(hidden, 70),
+    "recurrence": lambda hidden: torch.tanh(hidden).cumsum(dim=1),
+    "attention": attended,
+    "attention with ALiBi": partial(attended, slope=0.1),
+    "attention in blocks": partial(attended, block=64),
+    "mean": lambda hidden: hidden.mean(dim=1, keepdim=True).expand_as(hidden),
+}
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-5, 1.0])
+@pytest.mark.parametrize("mixture", [*MIXTURES, "beside attention"])
+def test_mixtures_are_found_whatever_their_weights(mixture: str, weight: float) -> None:
+    layer = MixingBlock(weight) if mixture == "beside attention" else Mixing(MIXTURES[mixture], weight)
+    with pytest.raises(UserError, match=r"gives other results in token slices .* past.carried and past.carry for a"):
+        check(layer, torch.randn(2, 256, models.HIDDEN))
 
 
 class KeepsState(nn.Module):
@@ -148,6 +199,31 @@ class KeepsGraph(KeepsState):
         return output
 
 
+class KeepsInList(KeepsState):
+    """Keeps it without its gradient in a list."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        last = torch.zeros_like(hidden[:, :1]) if past.prefix_len == 0 else self.kept[0]
+        self.kept = [hidden[:, -1:].detach()]
+        return hidden + self.share * torch.cat((last, hidden[:, :-1]), dim=1)
+
+
+class CarriesWithoutGradient(KeepsState):
+    """Leaves the last token to the next token slice without its gradient."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        last = past.carried("last", torch.zeros_like(hidden[:, :1]))
+        past.carry("last", hidden[:, -1:].detach())
+        return hidden + self.share * torch.cat((last, hidden[:, :-1]), dim=1)
+
+
+class OfTraining(nn.Module):
+    """Subtracts the mean of the tokens in training."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(dim=1, keepdim=True) if self.training else hidden
+
+
 class KeepsTable(nn.Module):
     """Keeps positions of the token slice on itself, and makes them again each time."""
 
@@ -170,8 +246,9 @@ class Normed(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        (ZeroAtStart, "gives other results in token slices than on the whole sequence"),
-        (LooksFarBack, "past.carried and past.carry for a state"),
+        (OfTraining, "gives other results in token slices than on the whole sequence"),
+        (CarriesWithoutGradient, "gives other gradients in token slices than on the whole sequence"),
+        (KeepsInList, "gives other gradients in token slices than on the whole sequence"),
         (KeepsState, "keeps a state in its attribute last from token slice to token slice"),
         (KeepsGraph, "keeps a state in its attribute last from token slice to token slice"),
         (Normed, "has a BatchNorm, whose mean is that of a token slice"),
