@@ -294,11 +294,7 @@ MEGATRON = Family(
         same("layernorm_epsilon", "layernorm_epsilon", NUMBER, None),
         same("norm_epsilon", "layernorm_epsilon", NUMBER, None),  # Its name since 2023.
         same("apply_layernorm_1p", "apply_layernorm_1p", SWITCH, False),
-        Setting(
-            ("qk_layernorm",),
-            lambda file, fields: {"qk_norm": "head" if file.value("qk_layernorm", SWITCH, False) else "none"},
-            lambda model: {"qk_layernorm": model.qk_norm != "none"},
-        ),
+        word("qk_layernorm", "qk_norm", {False: "none", True: "head"}, False),
         same("attention_output_gate", "attention_output_gate", SWITCH, False),
         same("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights", SWITCH, False),
         Setting(("window_size", "window_attn_skip_freq", "no_rope_freq"), _read_layers, _write_layers),

@@ -74,25 +74,26 @@ def after_unread_rows(ours: str, theirs: str, rows: int) -> WeightRule:
     return WeightRule(ours, (theirs,), longer, lambda tensors: tensors[0][rows:])
 
 
-def by_group(ours: str, theirs: str, groups: int, rows: Sequence[int], *, taps: bool = False) -> WeightRule:
+def by_group(ours: str, theirs: Mapping[str, tuple[int, ...]], groups: int, *, taps: bool = False) -> WeightRule:
     """Return the rule of rows that are group after group here, and part after part there.
 
     Args:
-        rows: rows of each part in a group.
+        theirs: rows of each part in a group, by tensor.
         taps: whether theirs is the weight [C, 1, W] of a convolution, [C, W] here.
     """
+    rows, sizes = sum(theirs.values(), ()), [groups * sum(parts) for parts in theirs.values()]
 
-    def split(weight: Tensor) -> tuple[Tensor]:
-        parts = weight.unflatten(0, (groups, -1)).split(list(rows), dim=1)
+    def split(weight: Tensor) -> Sequence[Tensor]:
+        parts = weight.unflatten(0, (groups, -1)).split(rows, dim=1)
         joined = torch.cat([each.flatten(0, 1) for each in parts])
-        return (joined.unsqueeze(1) if taps else joined,)
+        return tuple((joined.unsqueeze(1) if taps else joined).split(sizes))
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        weight = tensors[0].squeeze(1) if taps else tensors[0]
-        parts = weight.split([groups * each for each in rows])
+        weight = torch.cat(tuple(tensors))
+        parts = (weight.squeeze(1) if taps else weight).split([groups * each for each in rows])
         return torch.cat([each.unflatten(0, (groups, -1)) for each in parts], dim=1).flatten(0, 1)
 
-    return WeightRule(ours, (theirs,), split, join)
+    return WeightRule(ours, tuple(theirs), split, join)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: 
         of_module = _block(model, names, block)
         recurrence = model.blocks[number].recurrence
         if recurrence is not None:
-            of_module = {**of_module, **_mamba(recurrence, f"{block}mixer.")}
+            of_module = {**of_module, **_recurrence(recurrence, block, grouped=names.grouped)}
     rules = []
     for parameter in parameters:
         module, _, kind = parameter.rpartition(".")
@@ -259,19 +260,26 @@ def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
     return lambda ours, kind: fused_attention(ours, f"{theirs[0]}.{kind}", heads)
 
 
-def _mamba(sizes: Recurrence, mixer: str) -> Mapping[str, Named]:
-    """The rules of a Mamba-2 layer, whose rows are grouped here and part after part there."""
-    heads = sizes.num_heads // sizes.num_groups
-    values, keys = heads * sizes.value_size, sizes.key_size
+def _recurrence(sizes: Recurrence, block: str, *, grouped: bool) -> Mapping[str, Named]:
+    """The rules of a layer with a state, whose rows are grouped here, and there part after part or also grouped."""
+    groups, heads, keys = sizes.num_groups, sizes.num_heads // sizes.num_groups, sizes.key_size
+    values = heads * sizes.value_size
+    mixer, channels = f"{block}linear_attn.", (keys, keys, values)
+    parts: dict[str, tuple[int, ...]] = {"_qkv": channels, "_z": (values,), "_b": (heads,), "_a": (heads,)}
+    if sizes.kind == "mamba2":
+        mixer, channels = f"{block}mixer.", (values, keys, keys)
+        parts = {"": (values, *channels, heads)}
+    elif grouped:
+        parts = {"_qkvz": (sum(channels) + values,), "_ba": (2 * heads,)}
+    rows = {f"{mixer}in_proj{name}.weight": each for name, each in parts.items()}
 
     def convolution(ours: str, kind: str) -> WeightRule:
-        return by_group(ours, f"{mixer}conv1d.{kind}", sizes.num_groups, (values, keys, keys), taps=kind == "weight")
+        return by_group(ours, {f"{mixer}conv1d.{kind}": channels}, groups, taps=kind == "weight")
 
     of_heads = {"attention.decay": "A_log", "attention.time_bias": "dt_bias", "attention.skip": "D"}
-    rows = (values, values, keys, keys, heads)
     return {
         "attention": lambda ours, kind: same(ours, mixer + of_heads[ours]),
-        "attention.in_projection": lambda ours, kind: by_group(ours, f"{mixer}in_proj.{kind}", sizes.num_groups, rows),
+        "attention.in_projection": lambda ours, kind: by_group(ours, rows, groups),
         "attention.convolution": convolution,
         "attention.norm": _plain(f"{mixer}norm"),
         "attention.projection": _plain(f"{mixer}out_proj"),

@@ -14,7 +14,8 @@ from megatron_terapipe.inference import WholeModel
 from tests.huggingface.models import logits
 
 transformers = pytest.importorskip("transformers")
-load_file = pytest.importorskip("safetensors.torch").load_file
+safetensors_torch = pytest.importorskip("safetensors.torch")
+load_file, save_file = safetensors_torch.load_file, safetensors_torch.save_file
 from tests.huggingface.tiny import TINY, VOCAB, tiny_model  # noqa: E402
 
 TOLERANCE = 1e-4
@@ -42,6 +43,18 @@ def test_there_and_back(tmp_path: Path, tokens: torch.Tensor, name: str) -> None
     assert back.config.model_type == TINY[name][0]
     with torch.no_grad():
         assert torch.equal(back(tokens).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("glm4_moe", "model.layers.3.eh_proj.weight"), ("qwen3_next", "mtp.layers.0.mlp.gate.weight")]
+)
+def test_layers_of_further_predictions_are_not_read(tmp_path: Path, name: str, tensor: str) -> None:
+    tiny_model(name).save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {tensor: torch.ones(3)}, path, {"format": "pt"})
+    export_checkpoint(import_model(tmp_path / "theirs", tmp_path / "ours"), tmp_path / "back")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
 
 
 _YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}

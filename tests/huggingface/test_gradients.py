@@ -26,7 +26,10 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 from tests.huggingface.tiny import TINY, tiny_model  # noqa: E402
 
 TOLERANCE = 1e-5
-WITH_EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"]
+WITH_EXPERTS = [
+    *("mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"),
+    *("qwen3_next-experts", "qwen3_5_moe"),
+]
 TRAINED = [
     *("gpt2", "llama", "llama-tied-biased-wide-heads", "llama-3.1", "llama-yarn", "mistral", "qwen2", "qwen2-windows"),
     *("qwen3", "gemma", "gemma2", "gemma3", "gemma3-scaled", "phi3", "olmo2", "smollm3", "granite", "gpt_neox"),
@@ -34,7 +37,7 @@ TRAINED = [
     *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron", "falcon-7b", "falcon-40b"),
     "falcon-11b",
     *("opt", "gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
-    *("mamba2", "nemotron_h"),
+    *("mamba2", "nemotron_h", "qwen3_next", "qwen3_5"),
 ]
 """All models of each family with layers of their own kind. The others differ in names and sizes."""
 SHARED_BY_TENSOR_RANKS = [
@@ -47,6 +50,8 @@ SHARED_BY_TENSOR_RANKS = [
     "granite",
     "glm4_moe",
     "nemotron_h",
+    "qwen3_next",
+    "qwen3_5",
 ]
 """One model for each order of the weights of a layer."""
 

@@ -26,7 +26,7 @@ class TensorNames:
     """Queries, keys and values, each by itself or all in one."""
     grouped: bool = False
     """Whether, in one, they are ordered as ours: for each key head its query heads, its key and its value. Otherwise
-    all queries come first, then all keys, then all values."""
+    all queries come first, then all keys, then all values. Likewise in a gated delta net."""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     projection: str = "self_attn.o_proj"
@@ -81,7 +81,7 @@ _WITHOUT_EFFECT = {*OF_TRAINING, "model_preset", "make_vocab_size_divisible_by",
 _BY_PROPERTY = {
     *("disable_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias", "heterogeneous_layers_config_path"),
     *("sliding_window", "window_attn_skip_freq", "no_rope_freq"),
-    *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_layer_freq"),
+    *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_layer_freq", "linear_attention_freq"),
 }
 """Fields that express the same in several ways; the result is compared."""
 
@@ -120,7 +120,8 @@ class Family:
         found: dict[str, Any] = {}
         for each in self.settings:
             found |= each.read(file, found)
-        return found
+        # Other settings of experts count only where there are some.
+        return {name: value for name, value in found.items() if "moe_" not in name or found.get("num_experts")}
 
     def read(self, file: SettingsFile) -> ModelConfig:
         """Return the model of a `config.json`; its sequences are as long as there are positions."""
@@ -200,6 +201,7 @@ def _facts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     yield "layers of several shapes", len({(block.num_key_value_heads, block.ffn_hidden_size) for block in blocks}) > 1
     yield "--ffn-hidden-size", _by_layer([block.ffn_hidden_size for block in blocks])
     yield "layers of experts", _by_layer([block.num_experts > 0 for block in blocks])
+    yield "layers with a state", _by_layer([block.recurrence is not None for block in blocks])
 
 
 def _by_layer(values: Iterable[Any]) -> Any:

@@ -1,6 +1,10 @@
-"""Families with layers of Mamba-2, by themselves or among layers of attention and MLPs: a layer is one part."""
+"""Families with layers of Mamba-2, by themselves or among layers of attention and MLPs: a layer is one part.
+
+Qwen's are the last: layers of two parts, most with a gated delta net in place of attention.
+"""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -8,7 +12,9 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.recurrences import pattern_and_stages
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
-from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT
+from megatron_terapipe.huggingface.families.layer_settings import delta_net_by_type, rotations
+from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, llama_like
+from megatron_terapipe.huggingface.families.mixtures import LISTED_LAYERS, mixture
 from megatron_terapipe.huggingface.families.settings import (
     ATTENTION_BIASES,
     COUNT,
@@ -24,6 +30,7 @@ from megatron_terapipe.huggingface.families.settings import (
     head_width,
     heads_of_keys,
     ignored,
+    opposite,
     same,
     sizes,
     word,
@@ -148,4 +155,44 @@ NEMOTRON_H = Family(
         ignored("expand", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
     ),
     tensors=_TENSORS,
+)
+
+_DELTA_NETS: tuple[Setting, ...] = (
+    delta_net_by_type(),
+    *(same(key, key, COUNT, None) for key in ("linear_num_key_heads", "linear_num_value_heads")),
+    *(same(key, key, COUNT, None) for key in ("linear_key_head_dim", "linear_value_head_dim")),
+    same("linear_conv_kernel_dim", "linear_conv_kernel_dim", COUNT, None),
+    fixed("hidden_act", "silu"),
+    always(activation="swiglu", qk_norm="head", apply_layernorm_1p=True, attention_output_gate=True),
+)
+_WITH_EXPERTS: tuple[Setting, ...] = (
+    *_DELTA_NETS,
+    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 512),
+    same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", COUNT, 512),
+    always(moe_shared_expert_gate=True),
+)
+_QWEN: dict[str, Any] = {
+    **{"rotation": rotations(part=0.25), "bias": ATTENTION_BIASES, "head_size": 256, "num_attention_heads": 16},
+    **{"vocab_size": 248320, "max_position_embeddings": 32768},
+    "tensors": TensorNames(
+        shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        shared_down="mlp.shared_expert.down_proj",
+        unread="mtp.",  # Predictions of the tokens after the next one, which transformers leaves out, too.
+    ),
+}
+_QWEN_MOE = _QWEN | {"hidden_size": 2048, "num_hidden_layers": 40, "key_heads": 2}
+
+QWEN3_NEXT = mixture(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    ("num_experts", 512, 10),
+    *(LISTED_LAYERS, opposite("norm_topk_prob", "moe_router_pre_softmax", True), *_WITH_EXPERTS),
+    **{**_QWEN_MOE, "vocab_size": 151936, "intermediate_size": 5632, "num_hidden_layers": 48}
+    | {"tensors": replace(_QWEN["tensors"], grouped=True)},
+)
+QWEN3_5_TEXT = llama_like(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", *_DELTA_NETS, **_QWEN, hidden_size=4096, intermediate_size=12288, key_heads=4
+)
+QWEN3_5_MOE_TEXT = mixture(
+    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", ("num_experts", 256, 8), *_WITH_EXPERTS, **_QWEN_MOE
 )

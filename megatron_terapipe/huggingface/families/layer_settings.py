@@ -55,7 +55,7 @@ _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
 _LISTS = {"short_factor": "rotary_short_factors", "long_factor": "rotary_long_factors"}
 """Fields of the lists of `longrope`, by their keys."""
 
-_WINDOW, _WHOLE = "sliding_attention", "full_attention"
+_WINDOW, _WHOLE, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Types of layers, and sections of `rope_parameters` in Gemma 3: layers with a window have rotations of their own."""
 
 
@@ -255,7 +255,7 @@ def window_by_type(usual: int | None, every_key: str | None = None) -> Setting:
     def write(model: ModelConfig) -> Mapping[str, Any]:
         # Without windows, too, transformers needs a number there.
         window = model.sliding_window or model.max_position_embeddings
-        return {"sliding_window": window, "layer_types": _written_types(model)}
+        return {"sliding_window": window, "layer_types": _types_of(model)}
 
     return Setting(("sliding_window", "layer_types", *([every_key] if every_key else [])), read, write)
 
@@ -274,7 +274,7 @@ def window_or_unrotated() -> Setting:
         return {**_windows(file, window, has_window), **rotated}
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
-        return {"sliding_window": model.sliding_window, "layer_types": _written_types(model)}
+        return {"sliding_window": model.sliding_window, "layer_types": _types_of(model)}
 
     return Setting(("sliding_window", "layer_types", "sliding_window_pattern"), read, write)
 
@@ -297,7 +297,7 @@ def window_after_layer() -> Setting:
             "use_sliding_window": any(has_window),
             "sliding_window": model.sliding_window,
             "max_window_layers": has_window.index(True) if any(has_window) else model.num_layers,
-            "layer_types": _written_types(model),
+            "layer_types": _types_of(model),
         }
 
     return Setting(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
@@ -320,6 +320,19 @@ def rotated_layers() -> Setting:
 
     keys = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
     return Setting(keys, read, lambda model: {"no_rope_layers": [int(block.rotated) for block in model.blocks]})
+
+
+def delta_net_by_type() -> Setting:
+    """Return the layers with a gated delta net: of a type, or without a list of types all but every Nth."""
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        every = file.value("full_attention_interval", COUNT, 4)
+        linear = _layer_types(file, fields, _LINEAR) or [(i + 1) % every != 0 for i in range(fields["num_layers"])]
+        pattern = pattern_of(linear, [not each for each in linear])
+        found = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": pattern}
+        return found if any(linear) else {}
+
+    return Setting(("layer_types", "full_attention_interval"), read, lambda model: {"layer_types": _types_of(model)})
 
 
 def pattern_of(listed: Sequence[bool], named: Sequence[bool]) -> str:
@@ -349,23 +362,23 @@ def _windows(file: SettingsFile, window: int | None, has_window: Sequence[bool])
     }
 
 
-def _layer_types(file: SettingsFile, fields: Fields) -> list[bool] | None:
-    """Return for each layer whether its type has a window; None if the file lists no types."""
+def _layer_types(file: SettingsFile, fields: Fields, named: str = _WINDOW) -> list[bool] | None:
+    """Return for each layer whether it is of a type, and not whole attention; None if the file lists no types."""
     types = file.value("layer_types", WORDS, None, nullable=True)
     if types is None:
         return None
     for each in types:
-        if each not in (_WINDOW, _WHOLE):
+        if each not in (named, _WHOLE):
             raise ConfigError(
-                f"{file.where} has a layer of {each}, and our models have {_WHOLE} and {_WINDOW}: this model cannot be "
+                f"{file.where} has a layer of {each}, and our models have {_WHOLE} and {named}: this model cannot be "
                 "trained here"
             )
     _check_length(file, "layer_types", types, fields["num_layers"])
-    return [each == _WINDOW for each in types]
+    return [each == named for each in types]
 
 
-def _written_types(model: ModelConfig) -> list[str]:
-    return [_WHOLE if block.window is None else _WINDOW for block in model.blocks]
+def _types_of(model: ModelConfig) -> list[str]:
+    return [_LINEAR if block.recurrence else _WHOLE if block.window is None else _WINDOW for block in model.blocks]
 
 
 def _check_length(file: SettingsFile, key: str, listed: Sequence[Any], layers: int) -> None:

@@ -207,12 +207,6 @@ STARCODER2 = Family(
 )
 
 
-def _parallel_with_one_norm(file: SettingsFile, fields: Fields) -> Fields:
-    """Read whether attention and MLP are side by side, which then have one norm."""
-    parallel = file.value("use_parallel_residual", SWITCH, False)
-    return {"parallel_residual": parallel, "shared_block_norm": parallel}
-
-
 STABLELM = Family(
     name="stablelm",
     architecture="StableLmForCausalLM",
@@ -224,11 +218,9 @@ STABLELM = Family(
         same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
         biases(qkv="use_qkv_bias"),
         swish(),
-        Setting(
-            ("use_parallel_residual",),
-            _parallel_with_one_norm,
-            lambda model: {"use_parallel_residual": model.parallel_residual},
-        ),
+        # Attention and MLP side by side have one norm.
+        same("use_parallel_residual", "shared_block_norm", SWITCH, False),
+        same("use_parallel_residual", "parallel_residual", SWITCH, False),
         fixed("qk_layernorm", False),
         written(hidden_dropout="hidden_dropout"),
         ATTENTION_DROPOUT,

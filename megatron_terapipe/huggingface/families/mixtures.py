@@ -28,12 +28,14 @@ from megatron_terapipe.huggingface.families.settings import (
     ignored,
     opposite,
     same,
+    word,
+    written,
 )
 
 LAYERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(NATURAL.fits, value)))
 
 
-def _mixture(name: str, architecture: str, experts: tuple[str, int, int], *settings: Setting, **more: Any) -> Family:
+def mixture(name: str, architecture: str, experts: tuple[str, int, int], *settings: Setting, **more: Any) -> Family:
     """Return a family with experts.
 
     Args:
@@ -45,7 +47,7 @@ def _mixture(name: str, architecture: str, experts: tuple[str, int, int], *setti
         name,
         architecture,
         swish(),
-        same(key, "num_experts", COUNT, number),
+        same(key, "num_experts", NATURAL, number),
         same("num_experts_per_tok", "moe_router_topk", COUNT, top_k),
         ignored("router_aux_loss_coef", "output_router_logits"),
         *settings,
@@ -53,11 +55,7 @@ def _mixture(name: str, architecture: str, experts: tuple[str, int, int], *setti
     )
 
 
-ONE_WIDTH = Setting(
-    ("intermediate_size",),
-    lambda file, fields: {},
-    lambda model: {"intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size},
-)
+ONE_WIDTH = written(intermediate_size="moe_ffn_hidden_size")
 """The width of experts, where all layers have them; it is read as that of an MLP."""
 
 
@@ -80,9 +78,10 @@ def _dense_layers(model: ModelConfig) -> list[int]:
 
 
 def _listed_layers(file: SettingsFile, fields: Fields) -> Fields:
-    """Read every Nth layer, without those of a list."""
+    """Read every Nth layer, without those of a list, or no layer."""
     step, dense = file.value("decoder_sparse_step", COUNT, 1), file.value("mlp_only_layers", LAYERS, [], nullable=True)
-    return _layers([(index + 1) % step == 0 and index not in (dense or ()) for index in range(fields["num_layers"])])
+    listed = [(index + 1) % step == 0 and index not in (dense or ()) for index in range(fields["num_layers"])]
+    return _layers(listed) if any(listed) and fields["num_experts"] else {"num_experts": None}
 
 
 def _layers_after(file: SettingsFile, fields: Fields) -> Fields:
@@ -96,7 +95,7 @@ def _window_if_used(file: SettingsFile, fields: Fields) -> Fields:
     return {"sliding_window": window if file.value("use_sliding_window", SWITCH, False) else None}
 
 
-MIXTRAL = _mixture(
+MIXTRAL = mixture(
     "mixtral",
     "MixtralForCausalLM",
     ("num_local_experts", 8, 2),
@@ -117,18 +116,20 @@ MIXTRAL = _mixture(
     max_position_embeddings=131072,
 )
 
-QWEN3_MOE = _mixture(
+LISTED_LAYERS = Setting(
+    ("decoder_sparse_step", "mlp_only_layers"),
+    _listed_layers,
+    lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": _dense_layers(model)},
+)
+
+QWEN3_MOE = mixture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     ("num_experts", 128, 8),
     always(qk_norm="head"),
     same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 768),
     opposite("norm_topk_prob", "moe_router_pre_softmax", False),
-    Setting(
-        ("decoder_sparse_step", "mlp_only_layers"),
-        _listed_layers,
-        lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": _dense_layers(model)},
-    ),
+    LISTED_LAYERS,
     Setting(
         ("use_sliding_window", "sliding_window"),
         _window_if_used,
@@ -145,7 +146,7 @@ QWEN3_MOE = _mixture(
     max_position_embeddings=32768,
 )
 
-OLMOE = _mixture(
+OLMOE = mixture(
     "olmoe",
     "OlmoeForCausalLM",
     ("num_experts", 64, 8),
@@ -171,7 +172,7 @@ _GRANITE_NAMES = TensorNames(
     shared_down="shared_mlp.output_linear",
 )
 
-GRANITEMOE = _mixture(
+GRANITEMOE = mixture(
     "granitemoe",
     "GraniteMoeForCausalLM",
     ("num_local_experts", 8, 2),
@@ -180,7 +181,7 @@ GRANITEMOE = _mixture(
     tensors=_GRANITE_NAMES,
 )
 
-GRANITEMOESHARED = _mixture(
+GRANITEMOESHARED = mixture(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
     ("num_local_experts", 8, 2),
@@ -210,7 +211,7 @@ def _groups(file: SettingsFile, fields: Fields) -> Fields:
     return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
 
 
-GLM4_MOE = _mixture(
+GLM4_MOE = mixture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     ("n_routed_experts", 128, 8),
@@ -235,11 +236,7 @@ GLM4_MOE = _mixture(
         _layers_after,
         lambda model: {"first_k_dense_replace": len(_dense_layers(model))},
     ),
-    Setting(
-        ("use_qk_norm",),
-        lambda file, fields: {"qk_norm": "head" if file.value("use_qk_norm", SWITCH, False) else "none"},
-        lambda model: {"use_qk_norm": model.qk_norm == "head"},
-    ),
+    word("use_qk_norm", "qk_norm", {False: "none", True: "head"}, False),
     # A further layer predicts the token after the next one; transformers leaves it out, too.
     ignored("num_nextn_predict_layers", "num_mtp_layers"),
     rotation=rotations(part=0.5),

@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             mixtures.GLM4_MOE,
             *(llama.MINISTRAL, llama.ARCEE, llama.SEED_OSS, llama.ERNIE4_5, llama.GLM, llama.GLM4, llama.OLMO3),
             llama.EXAONE4,
-            *(hybrids.MAMBA2, hybrids.NEMOTRON_H),
+            *(hybrids.MAMBA2, hybrids.NEMOTRON_H, hybrids.QWEN3_NEXT, hybrids.QWEN3_5_TEXT, hybrids.QWEN3_5_MOE_TEXT),
         )
     }
 )

@@ -177,7 +177,11 @@ def same(key: str, field: str, kind: Kind, default: Any, *, nullable: bool = Fal
         value = file.value(key, kind, default, nullable=nullable or default is None)
         return {} if value is None else {field: float(value) if number else value}
 
-    return Setting((key,), read, lambda model: {key: getattr(model, field)})
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        value = getattr(model, field)
+        return {key: value} if value is not None or nullable or default is None else {}
+
+    return Setting((key,), read, write)
 
 
 def opposite(key: str, field: str, default: bool) -> Setting:
@@ -208,8 +212,8 @@ def power(key: str, field: str, exponent: float, default: float, *, whole: bool 
     )
 
 
-def word(key: str, field: str, words: Mapping[str, str], default: str) -> Setting:
-    """Return a key with words of its own.
+def word(key: str, field: str, words: Mapping[Any, str], default: str | bool) -> Setting:
+    """Return a key with words, or true and false, of its own.
 
     Args:
         words: our words by theirs.

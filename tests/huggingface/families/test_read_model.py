@@ -82,6 +82,10 @@ NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "nu
         ("stablelm", {"qk_layernorm": True}, "sets qk_layernorm to true, and our models have false"),
         ("falcon", {"alibi": True}, "sets alibi to true, and our models have false or null"),
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "for which transformers has no layer"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 48}, "full_attention and linear_attention: this model"),
+        ("qwen3_next", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu", and our models have "silu"'),
+        ("qwen3_5_text", {"num_experts": 8}, "sets num_experts to 8, and experts are not in this type of model"),
+        ("mixtral", {"num_local_experts": 0}, "makes no model: --num-experts 0 is"),
         ("opt", {"do_layer_norm_before": False}, "sets do_layer_norm_before to false, and our models have true"),
         ("opt", {"hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512}, "word_embed_proj_dim to"),
     ],
@@ -156,6 +160,17 @@ def test_patterns_of_layers() -> None:
     assert read("gemma2", layer_types=["full_attention"] * 26).sliding_window is None
 
 
+def test_delta_nets_are_compared_by_layer_and_not_by_the_text_of_a_pattern() -> None:
+    model = read("qwen3_next", num_experts=0)
+    assert (model.linear_attention_freq, model.num_experts) == ("4", None)
+    assert read("qwen3_next", num_experts=0, full_attention_interval=3).linear_attention_freq == "3"
+    assert family_of(replace(model, linear_attention_freq="([1]*3+[0])*12")).name == "qwen3_next"
+    (difference,) = FAMILIES["qwen3"].differences(replace(read("qwen3"), attention_output_gate=True))
+    assert difference.startswith("--attention-output-gate, and")
+    listed = read("qwen3_5_text", layer_types=["full_attention", *["linear_attention"] * 31])
+    assert listed.linear_attention_freq == "[0]*1+[1]*31"
+
+
 def test_the_length_of_sequences_is_no_setting_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     _, fields = read_fields(tmp_path, "--model-preset")
@@ -205,6 +220,9 @@ def sizes(layers: int, hidden: int, ffn: int, heads: int, key_heads: int, words:
             1.33e9,
         ),
         ("glm4_moe", {"attention_bias": True}, 106.85e9),
+        ("qwen3_next", {}, 79.7e9),
+        ("qwen3_5_text", {}, 8.95e9),
+        ("qwen3_5_moe_text", {}, 34.7e9),
         ("gpt_neox", {**sizes(24, 2048, 8192, 16, 16, 50304), "rotary_pct": 0.25}, 1.41e9),
         ("starcoder2", sizes(30, 3072, 12288, 24, 2, 49152), 3.03e9),
         ("stablelm", {**sizes(24, 2048, 5632, 32, 32, 100352), "use_qkv_bias": True}, 1.64e9),
