@@ -37,7 +37,7 @@ TRAINED = [
     *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron", "falcon-7b", "falcon-40b"),
     "falcon-11b",
     *("opt", "gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
-    *("mamba2", "nemotron_h", "qwen3_next", "qwen3_5"),
+    *("mamba2", "nemotron_h", "helium", "qwen3_next", "qwen3_5"),
 ]
 """All models of each family with layers of their own kind. The others differ in names and sizes."""
 SHARED_BY_TENSOR_RANKS = [

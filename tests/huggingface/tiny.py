@@ -165,6 +165,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
     "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "helium": ("helium", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6}),
     "nemotron_h": (
         "nemotron_h",

@@ -172,27 +172,32 @@ _WITH_EXPERTS: tuple[Setting, ...] = (
     always(moe_shared_expert_gate=True),
 )
 _QWEN: dict[str, Any] = {
-    **{"rotation": rotations(part=0.25), "bias": ATTENTION_BIASES, "head_size": 256, "num_attention_heads": 16},
-    **{"vocab_size": 248320, "max_position_embeddings": 32768},
+    **{"rotation": rotations(part=0.25), "bias": ATTENTION_BIASES, "head_size": 256},
     "tensors": TensorNames(
         shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
         shared_down="mlp.shared_expert.down_proj",
         unread="mtp.",  # Predictions of the tokens after the next one, which transformers leaves out, too.
     ),
 }
-_QWEN_MOE = _QWEN | {"hidden_size": 2048, "num_hidden_layers": 40, "key_heads": 2}
 
 QWEN3_NEXT = mixture(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     ("num_experts", 512, 10),
     *(LISTED_LAYERS, opposite("norm_topk_prob", "moe_router_pre_softmax", True), *_WITH_EXPERTS),
-    **{**_QWEN_MOE, "vocab_size": 151936, "intermediate_size": 5632, "num_hidden_layers": 48}
-    | {"tensors": replace(_QWEN["tensors"], grouped=True)},
+    key_heads=2,
+    defaults=(151936, 32768, 2048, 5632, 48, 16),
+    **_QWEN | {"tensors": replace(_QWEN["tensors"], grouped=True)},
 )
 QWEN3_5_TEXT = llama_like(
-    "qwen3_5_text", "Qwen3_5ForCausalLM", *_DELTA_NETS, **_QWEN, hidden_size=4096, intermediate_size=12288, key_heads=4
+    *("qwen3_5_text", "Qwen3_5ForCausalLM", *_DELTA_NETS),
+    key_heads=4,
+    defaults=(248320, 32768, 4096, 12288, 32, 16),
+    **_QWEN,
 )
 QWEN3_5_MOE_TEXT = mixture(
-    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", ("num_experts", 256, 8), *_WITH_EXPERTS, **_QWEN_MOE
+    *("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", ("num_experts", 256, 8), *_WITH_EXPERTS),
+    key_heads=2,
+    defaults=(248320, 32768, 2048, 11008, 40, 16),
+    **_QWEN,
 )

@@ -22,7 +22,9 @@ from megatron_terapipe.huggingface.families.settings import (
     GATED,
     NUMBER,
     UNGATED,
+    Fields,
     Setting,
+    SettingsFile,
     always,
     biases,
     fixed,
@@ -38,16 +40,6 @@ from megatron_terapipe.huggingface.families.settings import (
 
 ATTENTION_DROPOUT = written(attention_dropout="attention_dropout")
 
-_USUAL_SIZES: dict[str, Any] = {
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "initializer_range": 0.02,
-}
-
 
 def llama_like(
     name: str,
@@ -61,20 +53,20 @@ def llama_like(
     tensors: TensorNames | Callable[[ModelConfig], TensorNames] | None = None,
     aliases: Mapping[str, str] | None = None,
     tied: bool = False,
-    **defaults: Any,
+    defaults: tuple[int, ...] = (32000, 2048, 4096, 11008, 32, 32),
 ) -> Family:
     """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
 
     Args:
         key_heads: default of the key and value heads; None for as many as query heads.
         head_size: default of the width of a head; None for hidden size over heads.
-        **defaults: defaults of sizes, if they are not those of Llama.
+        defaults: those of the words, positions, hidden size, width of MLPs, layers and heads.
     """
     return Family(
         name=name,
         architecture=architecture,
         settings=(
-            *sizes(tuple((_USUAL_SIZES | defaults).values()), tied=tied),
+            *sizes((*defaults, 0.02), tied=tied),
             heads_of_keys(key_heads),
             head_width(head_size),
             rotation or rotations(),
@@ -103,7 +95,7 @@ LLAMA = llama_like(
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
 
-_MISTRAL: dict[str, Any] = {"key_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072}
+_MISTRAL: dict[str, Any] = {"key_heads": 8, "defaults": (32000, 131072, 4096, 14336, 32, 32)}
 
 MISTRAL = llama_like("mistral", "MistralForCausalLM", swish(), window_of_all(4096), **_MISTRAL)
 
@@ -116,9 +108,7 @@ ARCEE = llama_like(
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
     epsilon=1e-5,
     tensors=TensorNames(up=("mlp.up_proj",)),
-    hidden_size=2560,
-    intermediate_size=18432,
-    max_position_embeddings=4096,
+    defaults=(32000, 4096, 2560, 18432, 32, 32),
 )
 
 SEED_OSS = llama_like(
@@ -130,11 +120,7 @@ SEED_OSS = llama_like(
     bias=biases(qkv="attention_bias", projection="attention_out_bias", mlp="mlp_bias", default="attention_bias"),
     key_heads=8,
     head_size=128,
-    vocab_size=155136,
-    intermediate_size=27648,
-    num_hidden_layers=64,
-    num_attention_heads=80,
-    max_position_embeddings=524288,
+    defaults=(155136, 524288, 4096, 27648, 64, 80),
 )
 
 ERNIE4_5 = llama_like(
@@ -148,12 +134,28 @@ ERNIE4_5 = llama_like(
     head_size=128,
     epsilon=1e-5,
     tied=True,
-    vocab_size=103424,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=18,
-    num_attention_heads=16,
-    max_position_embeddings=131072,
+    defaults=(103424, 131072, 1024, 3072, 18, 16),
+)
+
+
+def _check_heads(file: SettingsFile, fields: Fields) -> Fields:
+    """Refuse heads that are not as wide together as the model: their projection is square in transformers."""
+    file.expect("head_dim", (fields["hidden_size"] // fields["num_attention_heads"],), 128)
+    return {}
+
+
+HELIUM = llama_like(
+    "helium",
+    "HeliumForCausalLM",
+    swish(),
+    always(rotary_interleaved=True),
+    Setting((), _check_heads),
+    rotation=rotations(base=100_000.0),
+    bias=biases(qkv="attention_bias", mlp="mlp_bias"),
+    key_heads=20,
+    head_size=128,
+    epsilon=1e-8,
+    defaults=(48000, 4096, 2560, 7040, 24, 20),
 )
 
 _GLM: dict[str, Any] = {
@@ -162,10 +164,7 @@ _GLM: dict[str, Any] = {
     "key_heads": 2,
     "head_size": 128,
     "epsilon": 1.5625e-7,
-    "vocab_size": 151552,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "max_position_embeddings": 131072,
+    "defaults": (151552, 131072, 4096, 13696, 40, 32),
 }
 
 _GLM_TENSORS = TensorNames(
@@ -185,9 +184,7 @@ GLM4 = llama_like(
 
 _QWEN: dict[str, Any] = {
     "key_heads": 32,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "max_position_embeddings": 32768,
+    "defaults": (151936, 32768, 4096, 22016, 32, 32),
 }
 
 QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", swish(), window_after_layer(), bias=biases(qkv=True), **_QWEN)
@@ -203,7 +200,7 @@ QWEN3 = llama_like(
     **_QWEN,
 )
 
-_OLMO: dict[str, Any] = {"bias": ATTENTION_BIASES, "epsilon": 1e-5, "vocab_size": 50304}
+_OLMO: dict[str, Any] = {"bias": ATTENTION_BIASES, "epsilon": 1e-5, "defaults": (50304, 2048, 4096, 11008, 32, 32)}
 
 OLMO2 = llama_like(
     "olmo2",
@@ -230,8 +227,7 @@ EXAONE4 = llama_like(
     window_or_unrotated(),
     key_heads=32,
     epsilon=1e-5,
-    vocab_size=102400,
-    intermediate_size=16384,
+    defaults=(102400, 2048, 4096, 16384, 32, 32),
 )
 
 SMOLLM3 = llama_like(
@@ -243,11 +239,7 @@ SMOLLM3 = llama_like(
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
     key_heads=4,
     tied=True,
-    vocab_size=128256,
-    hidden_size=2048,
-    num_hidden_layers=36,
-    num_attention_heads=16,
-    max_position_embeddings=32768,
+    defaults=(128256, 32768, 2048, 11008, 36, 16),
 )
 
 MULTIPLIERS: tuple[Setting, ...] = (
@@ -275,10 +267,7 @@ PHI3 = llama_like(
     rotation=rotations(part=1.0, scalings=("longrope",), original_length=4096, older_names=("su", "yarn")),
     epsilon=1e-5,
     tensors=TensorNames(query_key_value=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-    vocab_size=32064,
-    hidden_size=3072,
-    intermediate_size=8192,
-    max_position_embeddings=4096,
+    defaults=(32064, 4096, 3072, 8192, 32, 32),
 )
 
 
@@ -301,12 +290,7 @@ GEMMA = llama_like(
     word("hidden_act", "activation", {**GATED, "gelu": "geglu"}, "gelu_pytorch_tanh"),
     *_COMMON,
     key_heads=16,
-    vocab_size=256000,
-    hidden_size=3072,
-    intermediate_size=24576,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    max_position_embeddings=8192,
+    defaults=(256000, 8192, 3072, 24576, 28, 16),
     **_SIZES,
 )
 
@@ -317,10 +301,6 @@ _WITH_WINDOWS: tuple[Setting, ...] = (
 )
 _WITH_WINDOWS_SIZES: dict[str, Any] = {
     "key_heads": 4,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
     "tensors": TensorNames(mlp_norm="pre_feedforward_layernorm"),
 }
 
@@ -332,8 +312,7 @@ GEMMA2 = llama_like(
     same("final_logit_softcapping", "logit_softcap", NUMBER, 30.0, nullable=True),
     *_WITH_WINDOWS,
     *_COMMON,
-    vocab_size=256000,
-    max_position_embeddings=8192,
+    defaults=(256000, 8192, 2304, 9216, 26, 8),
     **_SIZES | _WITH_WINDOWS_SIZES,
 )
 
@@ -347,7 +326,6 @@ GEMMA3_TEXT = llama_like(
     *_WITH_WINDOWS,
     *_COMMON,
     rotation=rotations_by_layer(window_by_type(6, "sliding_window_pattern")),
-    vocab_size=262208,
-    max_position_embeddings=131072,
+    defaults=(262208, 131072, 2304, 9216, 26, 8),
     **_SIZES | _WITH_WINDOWS_SIZES,
 )

@@ -112,8 +112,7 @@ MIXTRAL = mixture(
     ),
     key_heads=8,
     epsilon=1e-5,
-    intermediate_size=14336,
-    max_position_embeddings=131072,
+    defaults=(32000, 131072, 4096, 14336, 32, 32),
 )
 
 LISTED_LAYERS = Setting(
@@ -139,11 +138,7 @@ QWEN3_MOE = mixture(
     ignored("max_window_layers"),
     aliases={"num_experts": "num_local_experts"},
     key_heads=4,
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=24,
-    max_position_embeddings=32768,
+    defaults=(151936, 32768, 2048, 6144, 24, 32),
 )
 
 OLMOE = mixture(
@@ -156,12 +151,7 @@ OLMOE = mixture(
     opposite("norm_topk_prob", "moe_router_pre_softmax", False),
     aliases={"num_experts": "num_local_experts"},
     epsilon=1e-5,
-    vocab_size=50304,
-    hidden_size=2048,
-    intermediate_size=2048,
-    num_hidden_layers=16,
-    num_attention_heads=16,
-    max_position_embeddings=4096,
+    defaults=(50304, 4096, 2048, 2048, 16, 16),
 )
 
 _GRANITE_NAMES = TensorNames(
@@ -247,9 +237,5 @@ GLM4_MOE = mixture(
     head_size=128,
     key_heads=8,
     epsilon=1e-5,
-    vocab_size=151552,
-    intermediate_size=10944,
-    num_hidden_layers=46,
-    num_attention_heads=96,
-    max_position_embeddings=131072,
+    defaults=(151552, 131072, 4096, 10944, 46, 96),
 )

@@ -77,6 +77,7 @@ NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "nu
             {"num_hidden_layers": "two"},
             'sets num_hidden_layers to "two", and it must be a whole number above 0',
         ),
+        ("helium", {"head_dim": 64}, "sets head_dim to 64, and our models have 128"),
         ("granite", {"logits_scaling": 5e-324}, "makes no model: --logit-multiplier 9.9"),
         *((name, {key: 10**12}, f"sets {key} to 1000000000000, and it") for name, key in NUMBERS_OF_LAYERS.items()),
         ("stablelm", {"qk_layernorm": True}, "sets qk_layernorm to true, and our models have false"),
