@@ -188,8 +188,8 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-def _random_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.randn_like(tensor) if tensor.is_floating_point() else tensor
+def _random_like(leaf: Any) -> Any:
+    return torch.randn_like(leaf) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
 
 
 def _run(layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenSlices) -> list[Any]:

@@ -171,10 +171,12 @@ def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
     """Parameters of a block of which every tensor-parallel rank has a copy: norms, router, biases after a reduction."""
     has_attention, has_mlp = bool(block.num_key_value_heads), bool(dense_width(block))
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
-    of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
+    of_heads = (
+        has_attention * (model.qk_norm in ("head", "head-rotated")) * 2 * _weights_of_norm(model) * model.kv_channels
+    )
     norms = block_norms(model, block) * norm_parameters(model)
     if block.recurrence is not None and block.recurrence.kind == "gated-delta-net":
-        norms += _weights_of_norm(model) * block.recurrence.value_size
+        norms += (1 + (model.normalization != "rmsnorm")) * block.recurrence.value_size
     return norms + biases * model.hidden_size + of_heads + router_weights(model, block)
 
 
@@ -197,12 +199,12 @@ def _head_channels(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
 
 
 def _weights_of_norm(model: ModelConfig) -> int:
-    """Weights of a channel in a norm: one, and in LayerNorm a bias."""
-    return 1 + (model.normalization == "layernorm")
+    """Weights of a channel in a norm, its bias included."""
+    return {"layernorm": 2, "layernorm-no-weights": 0}.get(model.normalization, 1)
 
 
 def norm_parameters(model: ModelConfig) -> int:
-    """Count the parameters of one norm: a weight, and in LayerNorm a bias."""
+    """Count the parameters of one norm."""
     return _weights_of_norm(model) * model.hidden_size
 
 
@@ -215,7 +217,7 @@ def embedding_parameters(model: ModelConfig) -> int:
 def output_parameters(model: ModelConfig) -> int:
     """Count the parameters that only the output layer has: none while it is tied to the word embedding."""
     tied = not model.untie_embeddings_and_output_weights
-    return 0 if tied else model.padded_vocab_size() * model.hidden_size
+    return 0 if tied else model.padded_vocab_size() * (model.hidden_size + model.add_output_bias)
 
 
 def model_parameters(model: ModelConfig, *, active: bool = False) -> int:

@@ -151,9 +151,9 @@ class ModelConfig(RecurrenceSettings):
     """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
     layers."""
 
-    qk_norm: Literal["none", "head", "all-heads"] = option("none", also={"--qk-layernorm": "head"})
-    """Norms on queries and on keys, before they are rotated: over each head (`head`) or over all heads together
-    (`all-heads`)."""
+    qk_norm: Literal["none", "head", "head-rotated", "all-heads"] = option("none", also={"--qk-layernorm": "head"})
+    """Norms on queries and on keys: over each head before it is rotated (`head`) or after (`head-rotated`), or over
+    all heads together before they are rotated (`all-heads`)."""
 
     attention_output_gate: bool = False
     """Multiply the output of attention by the sigmoid of gates, which are projected beside the queries."""
@@ -164,10 +164,11 @@ class ModelConfig(RecurrenceSettings):
     attention_softcap: float | None = option(None, above=0, most=1e9)
     """Limit c of the scores of attention: a score x becomes c tanh(x / c)."""
 
-    normalization: Literal["layernorm", "rmsnorm"] = option(
+    normalization: Literal["layernorm", "layernorm-no-bias", "layernorm-no-weights", "rmsnorm"] = option(
         "layernorm", spellings={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
     )
-    """Type of the norms before attention, MLP and output layer."""
+    """Type of the norms before attention, MLP and output layer. LayerNorm has a weight and a bias, a weight only
+    (`layernorm-no-bias`), or neither (`layernorm-no-weights`)."""
 
     apply_layernorm_1p: bool = False
     """Keep the weights of norms less 1."""
@@ -241,6 +242,9 @@ class ModelConfig(RecurrenceSettings):
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights instead of those of the word embedding."""
+
+    add_output_bias: bool = option(False, needs=("untie_embeddings_and_output_weights",))
+    """Give the output layer a bias. Needs --untie-embeddings-and-output-weights."""
 
     hidden_dropout: float = option(0.0, least=0, below=1)
     """Dropout after the embedding, and on the outputs of attention and MLP. Its masks depend only on the seed, the

@@ -39,7 +39,7 @@ def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
         (weight,) = tensors
         # With the mean of all rows padding is as likely as an average word; with zeros it might be the likeliest.
         mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
-        return torch.cat([weight, mean.expand(rows - words, -1)])
+        return torch.cat([weight, mean.expand(rows - words, *weight.shape[1:])])
 
     return WeightRule(ours, (theirs,), lambda weight: (weight[:words],), padded)
 

@@ -146,6 +146,7 @@ class SelfAttention(nn.Module):
             bias=model.has_qkv_bias,
         )
         self.query_norm = self.key_norm = None
+        self.norms_rotated = model.qk_norm == "head-rotated"
         if model.qk_norm != "none":
             self.query_norm, self.key_norm = (_heads_norm(model, ranks, heads) for heads in (num_heads, num_groups))
         self.projection = RowParallelLinear(
@@ -193,12 +194,17 @@ class SelfAttention(nn.Module):
         if room is not None or (not apart and self.rotary is not None):
             return rotated_heads(groups, *turns, interleaved=interleaved, room=room)
         query, *gate, key, value = (each.flatten(2, 3) for each in groups.split(self.parts_of_group, dim=3))
-        if self.query_norm is not None:
-            # A norm keeps its input. A view of the product would also keep the values.
-            query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
+        if self.query_norm is not None and not self.norms_rotated:
+            query, key = self._normed(query, key)
         if self.rotary is not None:
             query, key = (rotated(each, *turns, interleaved=interleaved) for each in (query, key))
+        if self.norms_rotated:
+            query, key = self._normed(query, key)
         return query, key, value, *gate
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        # A norm keeps its input. A view of the product would also keep the values.
+        return self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
 
     def _turns(self, past: Past, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for the tokens [B, N, ...] of a product."""

@@ -87,17 +87,25 @@ class Head:
         self._live = LiveLogits(LOGITS_AT_ONCE)
         self._multiplier, self._softcap, self._words = model.logit_multiplier, model.logit_softcap, model.vocab_size
 
-    def logits(self, hidden: Tensor, weight: Tensor, ranks: TensorParallelRanks, *, first_part: int = 0) -> Logits:
+    def logits(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ranks: TensorParallelRanks,
+        *,
+        bias: Tensor | None = None,
+        first_part: int = 0,
+    ) -> Logits:
         """Return the logits of the tokens of [B, n, hidden], with the rows [rows, hidden] of this rank.
 
         Args:
+            bias: [rows], added after the multiplier; None for none.
             first_part: parts of the vocabulary before those of these ranks.
         """
         # A factor of the hidden state is one of the logits, of which there are many more.
         scaled = hidden if self._multiplier == 1 else hidden * self._multiplier
-        return Logits(
-            scaled, weight, ranks, self._live, words=self._words, softcap=self._softcap, first_part=first_part
-        )
+        settings = {"words": self._words, "bias": bias, "softcap": self._softcap, "first_part": first_part}
+        return Logits(scaled, weight, ranks, self._live, **settings)
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
@@ -120,13 +128,14 @@ class OutputLayer(nn.Module):
             # Only cuts the weight: sums go over the tensor-parallel ranks of one part.
             TensorParallelRanks(self.first_part + ranks.rank, num_parts * ranks.size),
             normal(model.init_method_std),
-            bias=False,
+            bias=model.add_output_bias,
         )
         setattr(self.linear.weight, AT_AN_END, True)
 
     def forward(self, hidden: Tensor) -> Logits:
         """Return the logits of these rows, for the tokens of [B, n, hidden]."""
-        return self.head.logits(hidden, self.linear.weight, self.ranks, first_part=self.first_part)
+        weight, bias = self.linear.weight, self.linear.bias
+        return self.head.logits(hidden, weight, self.ranks, bias=bias, first_part=self.first_part)
 
 
 class VocabularySums(NamedTuple):

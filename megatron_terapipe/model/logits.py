@@ -101,6 +101,8 @@ class Logits:
     words: int | None = None
     """Entries of the vocabulary of all ranks; later rows of the weight are padding, which no token can be. None =
     all rows."""
+    bias: Tensor | None = None
+    """Of this rank's part of the vocabulary, [V / size]; None for none."""
     softcap: float | None = None
     """C, where the logit of a product x is c tanh(x / c)."""
     first_part: int = 0
@@ -108,7 +110,7 @@ class Logits:
 
     def compute(self) -> Tensor:
         """This rank's logits of all tokens, [B, N, V / size]; those of padding are minus infinity."""
-        logits = linear(self.hidden, self.weight, ranks=self.ranks)
+        logits = linear(self.hidden, self.weight, self.bias, ranks=self.ranks)
         if self.softcap is not None:
             logits = (logits / self.softcap).tanh() * self.softcap
         padding = len(self.weight) - self._own_words
@@ -116,14 +118,14 @@ class Logits:
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """Cross-entropy of each token [B, N] in at least fp32, the same on every rank, for token ids [B, N]."""
-        return _CrossEntropy.apply(self.hidden, self.weight, targets, self.ranks, self.live, self._rule)
+        return _CrossEntropy.apply(self.hidden, self.weight, self.bias, targets, self.ranks, self.live, self._rule)
 
     def sums(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return two sums over the rows of these ranks, each [B, N] in at least fp32, the same on each of them.
 
         The logarithm of the sum of exponentials of the logits; and the target's logit, 0 where it is another row.
         """
-        return _PartSums.apply(self.hidden, self.weight, targets, self.ranks, self.live, self._rule)
+        return _PartSums.apply(self.hidden, self.weight, self.bias, targets, self.ranks, self.live, self._rule)
 
     @property
     def _rule(self) -> "_Rule":
@@ -178,8 +180,8 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
-        largest, total, of_target = _sums(ctx, hidden, weight, targets, ranks, live, rule, is_part=ranks.size > 1)
+    def forward(ctx, hidden, weight, bias, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
+        largest, total, of_target = _sums(ctx, hidden, weight, bias, targets, ranks, live, rule, is_part=ranks.size > 1)
         return (largest - of_target).add_(total.log()).view_as(targets)
 
     @staticmethod
@@ -194,8 +196,8 @@ class _PartSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
-        largest, total, of_target = _sums(ctx, hidden, weight, targets, ranks, live, rule, is_part=True)
+    def forward(ctx, hidden, weight, bias, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
+        largest, total, of_target = _sums(ctx, hidden, weight, bias, targets, ranks, live, rule, is_part=True)
         return (largest + total.log()).view_as(targets), of_target.view_as(targets)
 
     @staticmethod
@@ -207,6 +209,7 @@ def _sums(
     ctx: Any,
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     ranks: TensorParallelRanks,
     live: LiveLogits,
@@ -229,7 +232,7 @@ def _sums(
     ctx.tiles = live.tiles(len(rows), len(weight))
     for tile in ctx.tiles:
         live.make_room((tile.stop - tile.start) * len(weight))
-        logits = rule.logits(F.linear(rows[tile], weight))
+        logits = rule.logits(F.linear(rows[tile], weight, bias))
         found += [_exponentials(logits[part]) for part in _parts(logits)]
         of_own_rows.append(logits.gather(-1, own[tile]))
         ctx.kept.append(live.keep(logits) if any(ctx.needs_input_grad) else None)
@@ -243,17 +246,17 @@ def _sums(
         sums = torch.stack(((of_these - largest).exp_().mul_(total), of_target))
         dist.all_reduce(sums, group=ranks.group)
         total, of_target = sums.unbind()
-    ctx.save_for_backward(hidden, weight, own, elsewhere, largest, total, of_own)
+    ctx.save_for_backward(hidden, weight, bias, own, elsewhere, largest, total, of_own)
     ctx.parameter, ctx.ranks, ctx.live, ctx.rule = weight, ranks, live, rule
     return largest, total, of_target
 
 
-def _gradients(ctx: Any, of_log_sum: Tensor, of_target: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden state and weight, from those of the logarithm of the sum and of the target's logit, [B, N].
+def _gradients(ctx: Any, of_log_sum: Tensor, of_target: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden state, weight and bias, from those [B, N] of the logarithm of the sum and the target's logit.
 
     The gradients of logits take the place of the logits.
     """
-    hidden, weight, own, elsewhere, largest, total, of_own = ctx.saved_tensors
+    hidden, weight, bias, own, elsewhere, largest, total, of_own = ctx.saved_tensors
     ranks, rule = ctx.ranks, ctx.rule
     factor, of_target = of_log_sum.reshape(-1, 1) / total, of_target.reshape(-1, 1)
     if elsewhere is not None:
@@ -265,11 +268,12 @@ def _gradients(ctx: Any, of_log_sum: Tensor, of_target: Tensor) -> tuple[Tensor 
     rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
     of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
     of_hidden = of_weight = None
+    of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
     for tile, kept in reversed(list(zip(ctx.tiles, ctx.kept, strict=True))):
         logits = kept.take()
         if logits is None:
             ctx.live.make_room((tile.stop - tile.start) * len(weight))
-            logits = rule.logits(F.linear(rows[tile], weight))
+            logits = rule.logits(F.linear(rows[tile], weight, bias))
         for part in _parts(logits):
             _to_gradient(logits[part], largest[tile][part], factor[tile][part], rule.softcap)
         rule.padded(logits.scatter_(-1, own[tile], at_own[tile]), 0)
@@ -280,8 +284,10 @@ def _gradients(ctx: Any, of_log_sum: Tensor, of_target: Tensor) -> tuple[Tensor 
                 of_hidden = ranks.start_complete(of_rows.view(len(hidden), -1, hidden.shape[-1]))
         if ctx.needs_input_grad[1]:
             of_weight = accumulate(ctx.parameter, logits, rows[tile], of_weight)
+        if of_bias is not None:
+            of_bias += logits.sum(0)
         del logits
-    return None if of_hidden is None else of_hidden(), of_weight
+    return None if of_hidden is None else of_hidden(), of_weight, of_bias
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -40,22 +40,26 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """Zero mean and unit variance over the last dimension, scaled and shifted."""
+    """Zero mean and unit variance over the last dimension, scaled and shifted where there is a weight and a bias."""
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, head_width: int | None = None) -> None:
         super().__init__(model, ranks, head_width)
-        self.bias = ranks.replicated(torch.zeros_like(self.weight.data), of_heads=head_width is not None)
+        self.bias = None
+        if model.normalization == "layernorm":
+            self.bias = ranks.replicated(torch.zeros_like(self.weight.data), of_heads=head_width is not None)
+        elif model.normalization == "layernorm-no-weights":
+            self.weight, self.one_plus = None, False
 
     def forward(self, hidden: Tensor | Sum) -> Any:
         """[..., width] in, the same out; of a sum, the sum and its norm."""
         weight = self.weight + 1 if self.one_plus else self.weight
         if not isinstance(hidden, Sum):
-            return F.layer_norm(hidden, weight.shape, weight, self.bias, self.epsilon)
+            return F.layer_norm(hidden, hidden.shape[-1:], weight, self.bias, self.epsilon)
         if _norm_of_sum.is_compiled_on(hidden.residual.device):
             return _NormOfSum.apply(*hidden, (_layer_norm, _layer_norm_backward, (self.epsilon,)), weight, self.bias)
         residual, output, multiplier = hidden
         total = residual if output is None else torch.add(residual, output, alpha=multiplier)
-        return total, F.layer_norm(total, weight.shape, weight, self.bias, self.epsilon)
+        return total, F.layer_norm(total, total.shape[-1:], weight, self.bias, self.epsilon)
 
 
 class RMSNorm(_Norm):
@@ -170,15 +174,15 @@ def _gradient_of_sum(
     return of_input if of_total is None else of_total + of_input, *of_weights
 
 
-def _layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.native_layer_norm(hidden, weight.shape, weight, bias, epsilon)
+def _layer_norm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> tuple[Tensor, ...]:
+    return torch.native_layer_norm(hidden, hidden.shape[-1:], weight, bias, epsilon)
 
 
 def _layer_norm_backward(
-    output_gradient: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, *statistics: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = output_gradient, hidden, weight.shape, *statistics, weight, bias
-    return torch.ops.aten.native_layer_norm_backward(*inputs, [True, True, True])
+    output_gradient: Tensor, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    inputs = output_gradient, hidden, hidden.shape[-1:], *statistics, weight, bias
+    return torch.ops.aten.native_layer_norm_backward(*inputs, [True, weight is not None, bias is not None])
 
 
 def _mean_square(hidden: Tensor) -> Tensor:
@@ -213,5 +217,8 @@ def _across(gradient: Tensor, hidden: Tensor, inverse: Tensor, along: Tensor) ->
     return ((gradient - hidden * inverse * along) * inverse).to(hidden.dtype)
 
 
-NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+NORMS: dict[str, type[LayerNorm | RMSNorm]] = {
+    **dict.fromkeys(("layernorm", "layernorm-no-bias", "layernorm-no-weights"), LayerNorm),
+    "rmsnorm": RMSNorm,
+}
 """Norms by their names in the model section."""

@@ -51,7 +51,7 @@ class GatedNorm(nn.Module):
         self.of_heads, self.epsilon = recurrence.kind == "gated-delta-net", model.layernorm_epsilon
         self.bias = None
         if self.of_heads:
-            if model.normalization == "layernorm":
+            if model.normalization != "rmsnorm":
                 self.bias = ranks.replicated(torch.zeros(recurrence.value_size), of_heads=True)
             self.weight = ranks.replicated(torch.ones(recurrence.value_size), of_heads=True)
         else:

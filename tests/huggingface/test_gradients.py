@@ -38,6 +38,7 @@ TRAINED = [
     "falcon-11b",
     *("opt", "gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
     *("mamba2", "nemotron_h", "helium", "qwen3_next", "qwen3_5"),
+    *("hunyuan_v1_dense", "gptj", "phi", "cohere", "cohere2", "olmo"),
 ]
 """All models of each family with layers of their own kind. The others differ in names and sizes."""
 SHARED_BY_TENSOR_RANKS = [
@@ -52,6 +53,9 @@ SHARED_BY_TENSOR_RANKS = [
     "nemotron_h",
     "qwen3_next",
     "qwen3_5",
+    "gptj",
+    "cohere",
+    "olmo",
 ]
 """One model for each order of the weights of a layer."""
 

@@ -166,6 +166,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
     "exaone4-whole": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "helium": ("helium", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 100.0},
+        },
+    ),
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "phi": ("phi", {}),
+    "cohere": ("cohere", {"attention_bias": True}),
+    "cohere2": ("cohere2", {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "olmo": ("olmo", {}),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6}),
     "nemotron_h": (
         "nemotron_h",
@@ -191,7 +203,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_model(name: str) -> Any:
     """A model of transformers, in fp32 and without dropout, of which no bias and no norm is as it starts."""
     kind, settings = TINY[name]
-    common = _LEARNED if kind in ("gpt2", "gpt_bigcode") else _COMMON
+    common = _LEARNED if kind in ("gpt2", "gpt_bigcode", "gptj") else _COMMON
     config = transformers.CONFIG_MAPPING[kind](**common | settings, attn_implementation="eager")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

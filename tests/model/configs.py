@@ -142,7 +142,14 @@ MODELS = {
     "wide_heads": model_config(kv_channels=24, num_key_value_heads=2),
     "unpadded": model_config(make_vocab_size_divisible_by=1, max_position_embeddings=48),
     "llama": llama_config(),
-    "some_channels_rotated": model_config(position_embedding_type="rope", rotary_percent=0.5, kv_channels=12),
+    "some_channels_rotated": model_config(
+        position_embedding_type="rope", rotary_percent=0.5, kv_channels=12, qk_norm="head-rotated"
+    ),
+    "biased_output": model_config(
+        **{"untie_embeddings_and_output_weights": True, "add_output_bias": True, "normalization": "layernorm-no-bias"},
+        **{"parallel_residual": True, "shared_block_norm": True},
+    ),
+    "no_norm_weights": llama_config(normalization="layernorm-no-weights"),
     "no_positions": model_config(position_embedding_type="none", activation="squared-relu"),
     "gate_with_biases": llama_config(disable_bias_linear=False, normalization="layernorm"),
     "uneven": llama_config(heterogeneous_layers_config_path=UNEVEN),
@@ -164,7 +171,8 @@ def models(draw: st.DrawFn) -> ModelConfig:
     layers = st.lists(layer, min_size=num_layers, max_size=num_layers).map(lambda entries: uneven_layers(*entries))
     seq_length = draw(st.integers(1, 40))
     parallel = draw(st.booleans())
-    normalization = draw(st.sampled_from(["layernorm", "rmsnorm"]))
+    normalization = draw(st.sampled_from(["layernorm", "layernorm-no-bias", "layernorm-no-weights", "rmsnorm"]))
+    untied = draw(st.booleans())
     return ModelConfig(
         num_layers=num_layers,
         num_attention_heads=heads,
@@ -176,7 +184,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
         max_position_embeddings=draw(st.none() | st.integers(seq_length, 60)),
         position_embedding_type=draw(st.sampled_from(["learned_absolute", "rope", "none"])),
         normalization=normalization,
-        qk_norm=draw(st.sampled_from(["none", "head", *["all-heads"] * (normalization == "rmsnorm")])),
+        qk_norm=draw(st.sampled_from(["none", "head", "head-rotated", *["all-heads"] * (normalization == "rmsnorm")])),
         norm_placement="pre" if parallel else draw(st.sampled_from(["pre", "post", "both"])),
         parallel_residual=parallel,
         shared_block_norm=parallel and draw(st.booleans()),
@@ -187,7 +195,8 @@ def models(draw: st.DrawFn) -> ModelConfig:
         add_mlp_bias=draw(st.booleans()),
         vocab_size=draw(st.integers(1, 300)),
         make_vocab_size_divisible_by=draw(st.sampled_from([1, 8, 128])),
-        untie_embeddings_and_output_weights=draw(st.booleans()),
+        untie_embeddings_and_output_weights=untied,
+        add_output_bias=untied and draw(st.booleans()),
         heterogeneous_layers_config_path=draw(st.none() | layers),
     )
 

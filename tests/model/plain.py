@@ -56,6 +56,9 @@ def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidde
         return part
 
     def turned(heads: list[Tensor], head_norm: nn.Module | None) -> list[Tensor]:
+        if model.qk_norm == "head-rotated":
+            turned = heads if rotation is None else [rotated(each, rotation) for each in heads]
+            return [norm(head_norm, model, each) for each in turned]
         if model.qk_norm == "head":
             heads = [norm(head_norm, model, each) for each in heads]
         if model.qk_norm == "all-heads":
@@ -195,10 +198,10 @@ def product(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def norm(layer: nn.Module, model: ModelConfig, hidden: Tensor) -> Tensor:
-    weight = layer.weight + 1 if model.apply_layernorm_1p else layer.weight
+    weight = layer.weight + 1 if model.apply_layernorm_1p and layer.weight is not None else layer.weight
     if model.normalization == "rmsnorm":
         return F.rms_norm(hidden, weight.shape, weight, model.layernorm_epsilon)
-    return F.layer_norm(hidden, weight.shape, weight, layer.bias, model.layernorm_epsilon)
+    return F.layer_norm(hidden, hidden.shape[-1:], weight, layer.bias, model.layernorm_epsilon)
 
 
 def block(
@@ -220,9 +223,10 @@ def block(
     return hidden
 
 
-def logits(weight: Tensor, model: ModelConfig, hidden: Tensor) -> Tensor:
+def logits(weight: Tensor, model: ModelConfig, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
     """Of the vocabulary without its padding."""
     found = hidden @ weight[: model.vocab_size].T * model.logit_multiplier
+    found = found if bias is None else found + bias[: model.vocab_size]
     return found if model.logit_softcap is None else model.logit_softcap * torch.tanh(found / model.logit_softcap)
 
 

@@ -1,5 +1,7 @@
 """Both ends of the model: words and positions, logits, and vocabulary stages, which together are the output layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -100,11 +102,14 @@ def test_words_and_logits_have_factors_and_a_cap() -> None:
     tokens = torch.tensor([[3, 256, 3], [0, 1, 2]])
     torch.testing.assert_close(embedding(tokens), 5.5 * embedding.weight[tokens], rtol=1e-15, atol=0)
     hidden = 20 * hidden_state(32, SEQ)
-    for weight, logits in [
-        (embedding.weight, tied_logits(embedding, hidden)),
-        (output.linear.weight, output(hidden)),
+    biased = OutputLayer(replace(model, add_output_bias=True, untie_embeddings_and_output_weights=True), ALONE).double()
+    biased.linear.bias.data = hidden_state(384, 1)[0, 0]
+    for weight, bias, logits in [
+        (embedding.weight, None, tied_logits(embedding, hidden)),
+        (output.linear.weight, None, output(hidden)),
+        (biased.linear.weight, biased.linear.bias, biased(hidden)),
     ]:
-        expected = plain.logits(weight, model, hidden)
+        expected = plain.logits(weight, model, hidden, bias)
         assert expected.abs().max() > 0.9 * 1.5
         torch.testing.assert_close(logits.compute()[..., :257], expected, rtol=1e-13, atol=1e-14)
         targets = torch.arange(2 * SEQ).view(2, SEQ)
@@ -121,6 +126,7 @@ MODEL = ModelConfig(
     vocab_size=VOCAB,
     make_vocab_size_divisible_by=64,
     untie_embeddings_and_output_weights=True,
+    add_output_bias=True,
     logit_softcap=3.0,
     init_method_std=0.5,
 )
@@ -133,6 +139,10 @@ def built(vocabulary_parts: int) -> list[nn.Module]:
     for number, spec in enumerate(specs):
         torch.manual_seed(1234 + output_layer(MODEL.num_layers) + number)
         layers.append(spec.build().double())
+    # A bias starts at zero: here it has the same numbers, whatever the parts.
+    drawn = torch.randn(256, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    for layer, part in zip(layers, drawn.chunk(vocabulary_parts), strict=True):
+        layer.linear.bias.data = part.clone()
     return layers
 
 
@@ -151,7 +161,7 @@ def test_loss_and_gradients_are_those_of_the_whole_layer(parts: int) -> None:
     mask = torch.rand(2, 8, generator=generator).round()
 
     whole, expected_hidden = built(1)[0], hidden.clone().requires_grad_()
-    products = F.linear(expected_hidden, whole.linear.weight[:VOCAB])
+    products = F.linear(expected_hidden, whole.linear.weight[:VOCAB], whole.linear.bias[:VOCAB])
     losses = F.cross_entropy((3 * (products / 3).tanh()).flatten(0, 1), targets.flatten(), reduction="none")
     expected = (losses * mask.flatten()).sum() / mask.sum()
     expected.backward()
@@ -165,9 +175,11 @@ def test_loss_and_gradients_are_those_of_the_whole_layer(parts: int) -> None:
 
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(found_hidden.grad, expected_hidden.grad, rtol=1e-12, atol=1e-14)
-    of_parts = torch.cat([layer.linear.weight.grad for layer in layers])
-    torch.testing.assert_close(of_parts[:VOCAB], whole.linear.weight.grad[:VOCAB], rtol=1e-12, atol=1e-14)
-    assert of_parts[VOCAB:].abs().max() == 0
+    for name in ("weight", "bias"):
+        of_parts = torch.cat([getattr(layer.linear, name).grad for layer in layers])
+        of_whole = getattr(whole.linear, name).grad
+        torch.testing.assert_close(of_parts[:VOCAB], of_whole[:VOCAB], rtol=1e-12, atol=1e-14)
+        assert of_parts[VOCAB:].abs().max() == 0
 
 
 def test_a_part_without_words_has_no_effect() -> None:

@@ -171,6 +171,23 @@ def _written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
     return section
 
 
+def rotations_by_alpha() -> Setting:
+    """Return the rotations of Hunyuan, whose `dynamic` scaling with an `alpha` is a larger base for any length."""
+    usual = rotations()
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        section = file.section("rope_scaling") or file.section("rope_parameters")
+        alpha = section.value("alpha", NUMBER, None, nullable=True)
+        if alpha is None or _scaling_of(section) != "dynamic":
+            return usual.read(file, fields)
+        width = fields.get("kv_channels") or fields["hidden_size"] // fields["num_attention_heads"]
+        base = section.value("rope_theta", NUMBER, file.value("rope_theta", NUMBER, 10000.0))
+        larger = {"rope_theta": base * alpha ** (width / (width - 2)), "rope_type": "default"}
+        return usual.read(file.with_value("rope_scaling", larger), fields)
+
+    return Setting(usual.keys, read, usual.write)
+
+
 def rotations_by_layer(
     windows: Setting, usual_base: float = 1_000_000.0, usual_local_base: float = 10_000.0, *, nested: bool = False
 ) -> Setting:

@@ -1,7 +1,7 @@
 """Families with LayerNorm.
 
 With learned positions: GPT-2, GPT-BigCode (SantaCoder, StarCoder), OPT. With rotary positions: GPT-NeoX and Pythia,
-StarCoder 2, StableLM, Nemotron, Falcon.
+GPT-J, Phi, StarCoder 2, StableLM, Nemotron, Falcon. Without biases: Cohere's; without weights: OLMo.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,10 @@ from typing import Any
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
-from megatron_terapipe.huggingface.families.layer_settings import rotations, window_of_all
+from megatron_terapipe.huggingface.families.layer_settings import rotations, window_of_all, window_or_unrotated
 from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, swish
 from megatron_terapipe.huggingface.families.settings import (
+    ATTENTION_BIASES,
     COUNT,
     NUMBER,
     SWITCH,
@@ -185,6 +186,109 @@ GPT_NEOX = Family(
         output="embed_out",
         not_weights=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     ),
+)
+
+_SIDE_BY_SIDE = always(parallel_residual=True, shared_block_norm=True)
+
+GPTJ = Family(
+    name="gptj",
+    architecture="GPTJForCausalLM",
+    settings=(
+        *sizes((50400, 2048, 4096, None, 28, 16, 0.02), _GPT2_SIZES),
+        always(position_embedding_type="rope", rotary_interleaved=True, normalization="layernorm"),
+        Setting(
+            ("rotary_dim",),
+            lambda file, fields: {
+                "rotary_percent": file.value("rotary_dim", COUNT, 64)
+                / (fields["hidden_size"] // fields["num_attention_heads"])
+            },
+            lambda model: {"rotary_dim": model.rotary_channels},
+        ),
+        _SIDE_BY_SIDE,
+        always(add_output_bias=True),
+        same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(mlp=True),
+        word("activation_function", "activation", UNGATED, "gelu_new"),
+        written(resid_pdrop="hidden_dropout", embd_pdrop="hidden_dropout", attn_pdrop="attention_dropout"),
+    ),
+    tensors=replace(
+        _TENSORS,
+        query_key_value=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        projection="attn.out_proj",
+        up=("mlp.fc_in",),
+        down="mlp.fc_out",
+    ),
+    aliases=_GPT2_ALIASES,
+)
+
+PHI = Family(
+    name="phi",
+    architecture="PhiForCausalLM",
+    settings=(
+        *sizes((51200, 2048, 2048, 8192, 24, 32, 0.02)),
+        heads_of_keys(None),
+        rotations(part=0.5),
+        _LAYERNORM,
+        _SIDE_BY_SIDE,
+        always(add_output_bias=True),
+        same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(qkv=True, projection=True, mlp=True),
+        word("hidden_act", "activation", UNGATED, "gelu_new"),
+        fixed("qk_layernorm", False),
+        written(resid_pdrop="hidden_dropout", embd_pdrop="hidden_dropout"),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=TensorNames(projection="self_attn.dense", up=("mlp.fc1",), down="mlp.fc2", final_norm="final_layernorm"),
+)
+
+_COHERE = (
+    *sizes((256000, 8192, 8192, 22528, 40, 64, 0.02), tied=True),
+    heads_of_keys(None),
+    always(normalization="layernorm-no-bias", rotary_interleaved=True),
+    _SIDE_BY_SIDE,
+    same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+    same("logit_scale", "logit_multiplier", NUMBER, 0.0625),
+    ATTENTION_BIASES,
+    swish(),
+    ATTENTION_DROPOUT,
+)
+
+COHERE = Family(
+    name="cohere",
+    architecture="CohereForCausalLM",
+    settings=(*_COHERE, head_width(), rotations(base=500_000.0), fixed("use_qk_norm", False, None)),
+    tensors=TensorNames(),
+)
+
+COHERE2 = Family(
+    name="cohere2",
+    architecture="Cohere2ForCausalLM",
+    settings=(
+        *_COHERE,
+        # transformers computes heads from the other sizes, and without a window it rotates none.
+        ignored("head_dim"),
+        rotations(),
+        Setting((), lambda file, fields: {"sliding_window": file.value("sliding_window", COUNT, 4096)}),
+        window_or_unrotated(),
+    ),
+    tensors=TensorNames(),
+)
+
+OLMO = Family(
+    name="olmo",
+    architecture="OlmoForCausalLM",
+    settings=(
+        *sizes((50304, 2048, 4096, 11008, 32, 32, 0.02)),
+        heads_of_keys(None),
+        head_width(),
+        rotations(),
+        always(normalization="layernorm-no-weights", layernorm_epsilon=1e-5),
+        ATTENTION_BIASES,
+        swish(),
+        fixed("clip_qkv", None),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=TensorNames(),
 )
 
 STARCODER2 = Family(

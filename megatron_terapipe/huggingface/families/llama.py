@@ -11,6 +11,7 @@ from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
     rotated_layers,
     rotations,
+    rotations_by_alpha,
     rotations_by_layer,
     window_after_layer,
     window_by_type,
@@ -156,6 +157,19 @@ HELIUM = llama_like(
     head_size=128,
     epsilon=1e-8,
     defaults=(48000, 4096, 2560, 7040, 24, 20),
+)
+
+HUNYUAN_V1_DENSE = llama_like(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    swish(),
+    always(qk_norm="head-rotated"),
+    ignored("pretraining_tp"),
+    rotation=rotations_by_alpha(),
+    bias=ATTENTION_BIASES,
+    epsilon=1e-5,
+    tensors=TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"),
+    defaults=(290943, 2048, 4096, 11008, 32, 32),
 )
 
 _GLM: dict[str, Any] = {

@@ -22,7 +22,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             *(mixtures.MIXTRAL, mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITEMOE, mixtures.GRANITEMOESHARED),
             mixtures.GLM4_MOE,
             *(llama.MINISTRAL, llama.ARCEE, llama.SEED_OSS, llama.ERNIE4_5, llama.GLM, llama.GLM4, llama.OLMO3),
-            *(llama.EXAONE4, llama.HELIUM),
+            *(llama.EXAONE4, llama.HELIUM, llama.HUNYUAN_V1_DENSE),
+            *(layernorm.GPTJ, layernorm.PHI, layernorm.COHERE, layernorm.COHERE2, layernorm.OLMO),
             *(hybrids.MAMBA2, hybrids.NEMOTRON_H, hybrids.QWEN3_NEXT, hybrids.QWEN3_5_TEXT, hybrids.QWEN3_5_MOE_TEXT),
         )
     }

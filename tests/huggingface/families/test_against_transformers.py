@@ -16,7 +16,7 @@ HARMLESS = {
     # Feed-forward layers in pieces: the same result.
     "chunk_size_feed_forward",
     # Generation.
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    *("bos_token_id", "eos_token_id", "eod_token_id", "pad_token_id", "use_cache"),
     # Written together with the keys that they follow from.
     *("_sliding_window_pattern", "num_key_value_heads"),
 }

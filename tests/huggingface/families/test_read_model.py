@@ -78,6 +78,10 @@ NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "nu
             'sets num_hidden_layers to "two", and it must be a whole number above 0',
         ),
         ("helium", {"head_dim": 64}, "sets head_dim to 64, and our models have 128"),
+        ("cohere", {"use_qk_norm": True}, "sets use_qk_norm to true, and our models have false or null"),
+        ("cohere2", {"sliding_window": None}, "sets sliding_window to null, and it must be a whole number above 0"),
+        ("olmo", {"clip_qkv": 8.0}, "sets clip_qkv to 8.0, and our models have null"),
+        ("phi", {"tie_word_embeddings": True}, "makes no model: --add-output-bias has no effect without"),
         ("granite", {"logits_scaling": 5e-324}, "makes no model: --logit-multiplier 9.9"),
         *((name, {key: 10**12}, f"sets {key} to 1000000000000, and it") for name, key in NUMBERS_OF_LAYERS.items()),
         ("stablelm", {"qk_layernorm": True}, "sets qk_layernorm to true, and our models have false"),
@@ -99,7 +103,7 @@ def test_invalid_settings_are_named_in_one_line(name: str, settings: dict[str, A
     assert str(caught.value).startswith("config.json")
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma3", "phi", "olmo", "mamba"])
+@pytest.mark.parametrize("name", ["bloom", "gemma3", "mpt", "apertus", "mamba"])
 def test_other_families_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     with pytest.raises(
@@ -234,6 +238,9 @@ def sizes(layers: int, hidden: int, ffn: int, heads: int, key_heads: int, words:
             {"n_layer": 40, "n_embd": 6144, "n_head": 48, "n_positions": 8192, "vocab_size": 49152},
             15.5e9,
         ),
+        ("gptj", {}, 6_050_882_784),
+        ("phi", {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32}, 2.78e9),
+        ("cohere", {}, 34.98e9),
     ],
 )
 def test_models_are_as_large_as_published(name: str, settings: dict[str, Any], published: float) -> None:
