@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from benchmarks.measuring.command import Parser
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.workload import batches, benchmark_model, join, our_engine
@@ -28,7 +29,7 @@ def closed_form(
     length = model.seq_length // num_token_slices
     block = model.blocks[0]
     key_value = flops.key_value_bytes_per_token(model, block, FP32_BYTES)
-    token = flops.block_activation_bytes_per_token(model, block, FP32_BYTES, recompute) - key_value
+    token = block_activation_bytes_per_token(model, block, FP32_BYTES, recompute) - key_value
     live_micro_batches = -(-live // num_token_slices)
     owed = key_value * (model.seq_length - length)
     return num_layers * (live * length * token + live_micro_batches * model.seq_length * key_value + owed)

@@ -52,6 +52,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token, stage_input_bytes_per_token
 from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.report import Section, progress
@@ -144,7 +145,7 @@ def step_flops(model: ModelConfig, *, recompute: bool) -> float:
 def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
     """Settings of copies to the host, for two stages with half of the layers each."""
     key_value = flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / 2
-    inputs = (0.0, float(flops.stage_input_bytes_per_token(model, FP32_BYTES)))
+    inputs = (0.0, float(stage_input_bytes_per_token(model, FP32_BYTES)))
     windows = (model.sliding_window,) * 2
     return HostCopySettings(cut.lengths, inputs, (key_value,) * 2, windows=windows)
 
@@ -153,8 +154,8 @@ def closed_form(model: ModelConfig, way: Way, stages: int = 1, stage: int = 0) -
     """Bytes of the peak of a step on one sequence and one stage, without weights and their gradients."""
     block, tokens, layers = model.blocks[0], model.seq_length, model.num_layers // stages
     key_value, hidden = flops.key_value_bytes_per_token(model, block, FP32_BYTES), model.hidden_size * FP32_BYTES
-    activations = flops.block_activation_bytes_per_token(model, block, FP32_BYTES) - key_value
-    of_mlp = flops.block_activation_bytes_per_token(model, replace(block, num_key_value_heads=0), FP32_BYTES)
+    activations = block_activation_bytes_per_token(model, block, FP32_BYTES) - key_value
+    of_mlp = block_activation_bytes_per_token(model, replace(block, num_key_value_heads=0), FP32_BYTES)
     # Gradients of two hidden states, of the input of the last product, of the gate, and of the first product, twice as
     # wide; or, once the MLP is done, of three hidden states.
     in_mlp = 2 * hidden + 4 * block.ffn_hidden_size * FP32_BYTES

@@ -231,7 +231,7 @@ def convert_positions_and_norms(conversion: Conversion) -> None:
         return
     ours, key = NORMS[name]
     if not conversion.take("use_bias_in_norms", True) and ours == "layernorm":
-        conversion.refuse("use_bias_in_norms false", "a LayerNorm has a bias")
+        ours = "layernorm-no-bias"
     if conversion.settings.get("te_layernorm_mlp") and epsilons[key] != EPSILONS[key]:
         reason = f"with te_layernorm_mlp NeoX gives the MLP's norm {EPSILONS[key]}, and here all norms have one epsilon"
         conversion.refuse(f"{key} {epsilons[key]}", reason)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 from hypothesis import strategies as st
 
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import attended_positions, positions_in_reach
 from megatron_terapipe.config.layers import BlockShape
@@ -176,12 +177,12 @@ def test_tokens_in_a_window_attend_to_as_many_as_it_has() -> None:
 def test_activation_bytes_are_korthikantis_less_dropout_and_scores() -> None:
     model = gpt(1, 64, 4)
     block = model.blocks[0]
-    assert flops.block_activation_bytes_per_token(model, block, 2) == (34 - 2) * 64 + 4 * 4
+    assert block_activation_bytes_per_token(model, block, 2) == (34 - 2) * 64 + 4 * 4
     assert flops.key_value_bytes_per_token(model, block, 2) == 4 * 64
     # Selective: two outputs of norms (h each) and one of the activation (4h) less.
-    assert flops.block_activation_bytes_per_token(model, block, 2, "selective") == (32 - 2 * 6) * 64 + 4 * 4
+    assert block_activation_bytes_per_token(model, block, 2, "selective") == (32 - 2 * 6) * 64 + 4 * 4
     # Full: the block's input, keys and values.
-    assert flops.block_activation_bytes_per_token(model, block, 2, "full") == (2 + 4) * 64
+    assert block_activation_bytes_per_token(model, block, 2, "full") == (2 + 4) * 64
 
 
 def test_grouped_query_attention_and_untied_output() -> None:
@@ -201,7 +202,7 @@ def test_a_gate_is_a_third_matrix() -> None:
     linear = [flops.linear_flops_per_token(model, model.blocks[0]) for model in (plain, gated)]
     assert linear[1] - linear[0] == 2 * 64 * 96
     assert flops.block_parameters(gated, gated.blocks[0]) - flops.block_parameters(plain, plain.blocks[0]) == 65 * 96
-    kept = [flops.block_activation_bytes_per_token(model, model.blocks[0], 1) for model in (plain, gated)]
+    kept = [block_activation_bytes_per_token(model, model.blocks[0], 1) for model in (plain, gated)]
     assert kept[1] - kept[0] == 96
 
 
@@ -219,8 +220,8 @@ def test_parts_left_out_count_nothing() -> None:
         flops.attention_flops_per_position,
         lambda *given: flops.block_forward_flops(*given, 7, 5),
         lambda *given: flops.key_value_bytes_per_token(*given, 2),
-        lambda *given: flops.block_activation_bytes_per_token(*given, 2),
-        lambda *given: flops.block_activation_bytes_per_token(*given, 2, "selective"),
+        lambda *given: block_activation_bytes_per_token(*given, 2),
+        lambda *given: block_activation_bytes_per_token(*given, 2, "selective"),
     ):
         assert count(model, nothing) == 0
         assert count(model, attention) + count(model, mlp) == count(model, both) > 0

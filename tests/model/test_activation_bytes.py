@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig, flops
@@ -124,7 +125,7 @@ def test_formula_equals_the_tensors_of_autograd(
     model: ModelConfig, dtype: torch.dtype, cut: tuple[int, ...], recompute: str
 ) -> None:
     block = model.blocks[0]
-    formula = ROWS * SEQ * flops.block_activation_bytes_per_token(model, block, dtype.itemsize, recompute)
+    formula = ROWS * SEQ * block_activation_bytes_per_token(model, block, dtype.itemsize, recompute)
     left_out = left_out_bytes(model, block, dtype.itemsize, cut, recompute)
     assert kept_bytes(model, block, dtype, cut, recompute) == formula + left_out
     assert left_out < 0.05 * formula
@@ -135,6 +136,6 @@ def test_formula_equals_the_tensors_of_autograd(
 @pytest.mark.parametrize("name", ["plain", "llama", "one_norm_for_both", "gemma_like", "olmo2_like"])
 def test_formula_of_blocks_with_a_part_left_out(name: str, block: BlockShape, recompute: str) -> None:
     model = SHAPES[name]
-    formula = ROWS * SEQ * flops.block_activation_bytes_per_token(model, block, 4, recompute)
+    formula = ROWS * SEQ * block_activation_bytes_per_token(model, block, 4, recompute)
     left_out = left_out_bytes(model, block, 4, (20, 12), recompute)
     assert kept_bytes(model, block, torch.float32, (20, 12), recompute) == formula + left_out

@@ -112,18 +112,6 @@ ARCEE = llama_like(
     defaults=(32000, 4096, 2560, 18432, 32, 32),
 )
 
-SEED_OSS = llama_like(
-    "seed_oss",
-    "SeedOssForCausalLM",
-    swish(),
-    ignored("pretraining_tp"),
-    written(residual_dropout="hidden_dropout"),
-    bias=biases(qkv="attention_bias", projection="attention_out_bias", mlp="mlp_bias", default="attention_bias"),
-    key_heads=8,
-    head_size=128,
-    defaults=(155136, 524288, 4096, 27648, 64, 80),
-)
-
 ERNIE4_5 = llama_like(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
@@ -212,6 +200,18 @@ QWEN3 = llama_like(
     head_size=128,
     bias=ATTENTION_BIASES,
     **_QWEN,
+)
+
+SEED_OSS = llama_like(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    swish(),
+    ignored("pretraining_tp"),
+    written(residual_dropout="hidden_dropout"),
+    bias=biases(qkv="attention_bias", projection="attention_out_bias", mlp="mlp_bias", default="attention_bias"),
+    key_heads=8,
+    head_size=128,
+    defaults=(155136, 524288, 4096, 27648, 64, 80),
 )
 
 _OLMO: dict[str, Any] = {"bias": ATTENTION_BIASES, "epsilon": 1e-5, "defaults": (50304, 2048, 4096, 11008, 32, 32)}

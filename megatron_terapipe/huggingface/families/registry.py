@@ -14,21 +14,12 @@ from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, S
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
-        for family in (
-            *(layernorm.GPT2, llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
-            *(llama.GEMMA, llama.GEMMA2, llama.GEMMA3_TEXT, llama.PHI3, llama.OLMO2, llama.SMOLLM3, llama.GRANITE),
-            *(layernorm.GPT_NEOX, layernorm.STARCODER2, layernorm.STABLELM, layernorm.NEMOTRON, layernorm.FALCON),
-            *(layernorm.OPT, layernorm.GPT_BIGCODE),
-            *(mixtures.MIXTRAL, mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITEMOE, mixtures.GRANITEMOESHARED),
-            mixtures.GLM4_MOE,
-            *(llama.MINISTRAL, llama.ARCEE, llama.SEED_OSS, llama.ERNIE4_5, llama.GLM, llama.GLM4, llama.OLMO3),
-            *(llama.EXAONE4, llama.HELIUM, llama.HUNYUAN_V1_DENSE),
-            *(layernorm.GPTJ, layernorm.PHI, layernorm.COHERE, layernorm.COHERE2, layernorm.OLMO),
-            *(hybrids.MAMBA2, hybrids.NEMOTRON_H, hybrids.QWEN3_NEXT, hybrids.QWEN3_5_TEXT, hybrids.QWEN3_5_MOE_TEXT),
-        )
+        for module in (layernorm, llama, mixtures, hybrids)
+        for family in vars(module).values()
+        if isinstance(family, Family)
     }
 )
-"""By the `model_type` of their `config.json`. A model that several can express is written as the first of them."""
+"""By the `model_type` of their `config.json`. A model that several can express is written as the one defined first."""
 
 
 def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:

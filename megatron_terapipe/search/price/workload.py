@@ -342,7 +342,7 @@ def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBAL
             flops.norm_parameters(model),
             unshared_parameters=flops.norm_parameters(model),
             num_norms=1,
-            normalization=model.normalization,
+            normalization="rmsnorm" if model.normalization == "rmsnorm" else "layernorm",
         ),
         end("head", words, products=(logits,), **shared),
     )
@@ -421,7 +421,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         sums_at_once=model.parallel_residual and model.hidden_dropout == 0,
         activation_width=width,
         gated=model.gated,
-        normalization=model.normalization,
+        normalization="rmsnorm" if model.normalization == "rmsnorm" else "layernorm",
         num_biases=num_biases,
         biased_channels=biased_channels,
         rotary_channels=(heads + shape.num_key_value_heads) * model.rotary_channels if rotated else 0,

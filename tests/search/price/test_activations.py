@@ -2,6 +2,7 @@ from math import inf
 
 import pytest
 
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import Software
@@ -72,7 +73,7 @@ def test_korthikanti(size: int) -> None:
 )
 def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, object]) -> None:
     model, layer = block(**parts)
-    expected = flops.block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
+    expected = block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
     found = memory(layer, TERAPIPE, recompute=recompute)
     assert found.activations + found.key_values == expected
     assert found.key_values == flops.key_value_bytes_per_token(model, model.blocks[0], 2)
@@ -85,7 +86,7 @@ def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, objec
 def test_keys_in_windows_go_with_their_token_slice(recompute: str) -> None:
     window = 100
     (model, layer), (_, whole) = block(sliding_window=window), block()
-    expected = flops.block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
+    expected = block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
     found, without = memory(layer, TERAPIPE, recompute=recompute), memory(whole, TERAPIPE, recompute=recompute)
     assert (found.activations, found.key_values, found.key_value_gradients) == (expected, 0, 0)
     # An input gradient frees them, weight gradients do not need them.
