@@ -344,7 +344,7 @@ def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBAL
             num_norms=1,
             normalization="rmsnorm" if model.normalization == "rmsnorm" else "layernorm",
         ),
-        end("head", words, products=(logits,), **shared),
+        end("head", words if tied else flops.output_parameters(model), products=(logits,), **shared),
     )
     return Workload(
         name=name or model.model_preset or f"{model.num_layers}x{model.hidden_size}",

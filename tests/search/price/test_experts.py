@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
@@ -140,7 +141,7 @@ def test_activations_are_those_of_the_closed_form(recompute: str, shared: int | 
     block, layer = model.blocks[0], gpt_workload(model).layers[1]
     sizes = {"layer": layer, "software": TERAPIPE, "element_bytes": 2, "sequence_parallel": False}
     found = LayerMemory(**sizes, tensor_parallel_size=1).of_token(recompute)
-    expected = flops.block_activation_bytes_per_token(model, block, 2, recompute)
+    expected = block_activation_bytes_per_token(model, block, 2, recompute)
     assert found.activations + found.key_values == expected
     # The rank with most tokens keeps their rows; with `allgather` each keeps those of all ranks.
     shares = LayerMemory(**sizes, tensor_parallel_size=1, expert_parallel_size=4).of_token(recompute)
