@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime import first_batch_checks
 from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.first_batch_checks import StageLayer, check_layers
 from tests.distributed import run_distributed
@@ -100,6 +102,20 @@ def test_layers_with_past_or_without_mixing_pass(dtype: torch.dtype) -> None:
         assert check(models.Block(), torch.randn(2, 64, models.HIDDEN), dtype)
         assert check(models.Embedding(), TOKENS, dtype)
         assert check(Dropping(), torch.randn(2, 200, models.HIDDEN), dtype)
+
+
+class Wrapping(nn.Linear):
+    """Returns an object, from which the loss computes logits."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(hidden))
+
+
+def test_a_layer_whose_output_is_no_tensor_passes_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = []
+    monkeypatch.setattr(first_batch_checks.logger, "log", lambda *line: lines.append(line))
+    assert check(Wrapping(models.HIDDEN, 5), HIDDEN)
+    assert not lines
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
