@@ -42,7 +42,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (replace(LLAMA, qk_norm="head", parallel_residual=True), "--parallel-residual, and Hugging Face's qwen3 no --"),
         (
             replace(LLAMA, rotary_interleaved=True, embedding_multiplier=2.0),
-            "--rotary-interleaved, and Hugging Face's granite no --rotary-inter",
+            "--embedding-multiplier 2.0, and Hugging Face's ernie4_5 --embedding-multiplier 1.0",
         ),
         (replace(GEMMA2, softmax_scale=0.31), "--softmax-scale 0.31, and Hugging Face's gemma2 --softmax-scale 0.3162"),
         (

@@ -175,8 +175,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gptj": ("gptj", {"rotary_dim": 4}),
     "phi": ("phi", {}),
-    "cohere": ("cohere", {"attention_bias": True}),
-    "cohere2": ("cohere2", {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "cohere": ("cohere", {"attention_bias": True, "logit_scale": 0.7}),
+    "cohere2": ("cohere2", {"sliding_window": 6, "sliding_window_pattern": 2, "logit_scale": 0.7}),
     "olmo": ("olmo", {}),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6}),
     "nemotron_h": (
