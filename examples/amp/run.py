@@ -15,6 +15,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+# A script has its own folder on the path, not the one that holds `examples`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import PipelineShape
@@ -23,8 +26,6 @@ from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from examples.amp.experiments import EXPERIMENTS, Experiment
 from examples.amp.search import Priced, price, ranked, search, with_partition_of_amp
 from examples.amp.strategies import read_strategies
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+# A script has its own folder on the path, not the one that holds `examples`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.solve.cuts import CutGrid
 from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
@@ -24,9 +27,6 @@ from examples.terapipe.published import EQUAL_TOKEN_SLICES, SETTINGS, SWEEP, Set
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.rank.token_slices import TabulatedCosts, solve_cut
 from megatron_terapipe.strategy import Strategy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 
 GRANULARITY = 8
 """Tokens that lengths are multiples of, as in TeraPipe."""
