@@ -37,13 +37,13 @@ demo: $(VENV)/installed ## train a GPT on real text: two stages, four token slic
 demo-experts: $(VENV)/installed ## train 8 experts on the same text: two expert-parallel ranks, four token slices; ends in runs/experts
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/pretrain_experts.sh
 
-test: $(VENV)/installed ## all tests, on enough setups to cover every pair of values
+test: $(VENV)/installed ## tests that prove each thing once, on enough setups to cover every pair of values
 	$(PYTEST) --durations=30
 
 test-fast: $(VENV)/installed ## the tests that start no ranks and no programs, and compile nothing
 	$(PYTEST) -m "not ranks and not launches and not compiles"
 
-test-all: $(VENV)/installed ## all tests on all setups
+test-all: $(VENV)/installed ## all tests on all setups, and what `make test` proves elsewhere
 	$(PYTEST) --all-setups --durations=30
 
 # With --jobs 2 they run side by side, the longest first.

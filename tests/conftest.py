@@ -28,7 +28,8 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of the complete tests."""
-    parser.addoption("--all-setups", action="store_true", help="run every setup, not only enough to cover every pair")
+    more = "run tests marked `thorough`, and every setup, not only enough to cover every pair"
+    parser.addoption("--all-setups", action="store_true", help=more)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,8 +48,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("setup", [table[index] for index in chosen], ids=str)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by the functions that it uses, and move the longest files to the front, each in its order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out thorough tests, mark the others by the functions that they use, and sort the longest files first."""
+    if not config.getoption("all_setups"):
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     for item in items:
         if isinstance(item, pytest.Function):
             for mark in sorted(marks_of(item)):

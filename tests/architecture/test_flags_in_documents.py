@@ -36,7 +36,11 @@ def known_flags() -> set[str]:
     known |= {each.flag for each in DIMENSIONS if each.flag_help is not None}
     for path in python_files(*CODE, *BESIDE):
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("add_argument", "addoption")
+            ):
                 words = (str(word.value) for word in node.args if isinstance(word, ast.Constant))
                 names = [word for word in words if word.startswith("--")]
                 known.update(names)
