@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.found_schedule import EFFORT, FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import Placement, check_num_ops
 from deepspeed_ext.plan.programs.device import Device, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import FEW_OPS, SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedule_file import schedule_from_file
-from deepspeed_ext.plan.schedules import EFFORT, OPTIMISED, SCHEDULES, FoundSchedule, Schedule, memory_of_1f1b
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, Schedule, memory_of_1f1b
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.config import Config

@@ -26,12 +26,13 @@ from deepspeed.utils import log_dist
 
 from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.device import ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
-from deepspeed_ext.plan.schedules import OPTIMISED, FoundSchedule, Schedule, interleaved, schedule_named
+from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, watch_this_rank

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.schedule_file import write_schedule
-from deepspeed_ext.plan.schedules import FoundSchedule, rank_orders
+from deepspeed_ext.plan.schedules import rank_orders
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.config.data import TOKENIZER_FILES

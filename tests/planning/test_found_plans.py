@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.schedules import SCHEDULES, FoundSchedule, memory_of_1f1b, rank_orders
+from deepspeed_ext.plan.schedules import SCHEDULES, memory_of_1f1b, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import parse_arguments

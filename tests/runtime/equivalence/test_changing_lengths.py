@@ -11,9 +11,9 @@ import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.programs.device import ExpertExchange
-from deepspeed_ext.plan.schedules import FoundSchedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.channels import Incoming
