@@ -1,13 +1,13 @@
 """GPT as a list of pipeline layers, and its loss."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
 from deepspeed_ext.plan.layout import StagePartition
-from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config import Config, ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, output_layer
 from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.block import TransformerBlock
@@ -25,6 +25,24 @@ from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.norm import NORMS
 from megatron_terapipe.model.rotary import RotaryTable
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+
+
+class ModelRanks(NamedTuple):
+    """Ranks that share the layers of a model."""
+
+    tensor: TensorParallelRanks
+    expert: ExpertParallelRanks | None
+
+
+def gpt_of_run(config: Config, ranks: ModelRanks) -> list[LayerSpec]:
+    """Return the layers of a run's model; see `gpt_layers`."""
+    return gpt_layers(
+        config.model,
+        ranks.tensor,
+        recompute_cheap=config.training.recompute_granularity == "selective",
+        vocabulary_parts=config.parallel.vocabulary_parts,
+        expert_ranks=ranks.expert,
+    )
 
 
 def gpt_layers(

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,7 @@ from megatron_terapipe.checkpoint.restore import damage_in_one_line, load_checkp
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError
-from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
+from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, gpt_of_run, pipeline_partition
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.planning import expert_exchange
@@ -41,6 +41,12 @@ from megatron_terapipe.training.number_guards import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.recovery import LostRank, keep_traceback, remedy
 from megatron_terapipe.training.run import Run, reading_ranks
+
+Layers = Callable[[Config, ModelRanks], Sequence[Any]]
+"""Returns the layers of a model, first to last, for the ranks that share each of them."""
+
+Loss = Callable[[Any, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+"""Returns the mean loss of a token slice, from the outputs of the last layer, and (labels, loss mask)."""
 
 LAUNCHER_NOTICES_S = 5
 """Seconds in which a launcher detects that a rank has ended; DeepSpeed's polls every second."""
@@ -187,7 +193,9 @@ def _rendezvous_error(run: Run, error: Exception) -> BaseException:
     return SystemExit(STALLED)
 
 
-def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelineEngine:
+def build_engine(
+    run: Run, watch: StallWatch | None = None, *, layers: Layers = gpt_of_run, loss: Loss = gpt_loss
+) -> TokenSlicePipelineEngine:
     """Build this rank's stage and its engine, and load the checkpoint of the run, if there is one.
 
     Args:
@@ -200,7 +208,7 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
             if run.checkpoint is None
             else saved_run(*run.checkpoint, weights_only=run.config.checkpoint.weights_only)
         )
-        engine = _new_engine(run, watch)
+        engine = _new_engine(run, watch, layers, loss)
     if run.checkpoint is not None and saved is not None:
         with engine.ledger.phase("loading the checkpoint"), damage_in_one_line(run.checkpoint[0]):
             load_checkpoint(engine, *run.checkpoint, saved, run.config.checkpoint)
@@ -208,7 +216,7 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
     return engine
 
 
-def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
+def _new_engine(run: Run, watch: StallWatch | None, layers: Layers, loss: Loss) -> TokenSlicePipelineEngine:
     """Return the engine of this rank, with new weights."""
     config, layout = run.config, run.layout
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
@@ -216,7 +224,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
     ranks, expert_ranks = tensor_parallel_ranks(run), ExpertParallelRanks.of(layout, _timeout(run))
-    recompute, cuts = config.training.recompute_granularity, config.document_cuts()
+    cuts = config.document_cuts()
 
     def hidden_state(rows: int, length: int, dtype: torch.dtype) -> MessageSpec:
         own = length // ranks.size if ranks.sequence_parallel else length
@@ -224,20 +232,14 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
 
     # Weights are drawn on the device. DeepSpeed prints its topology and every layer.
     device = torch.device(get_accelerator().current_device_name())
-    vocabulary_stages, parts = config.parallel.vocabulary_stages, config.parallel.vocabulary_parts
+    vocabulary_stages = config.parallel.vocabulary_stages
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         with device:
             module = TokenSlicePipelineModule(
-                gpt_layers(
-                    config.model,
-                    ranks,
-                    recompute_cheap=recompute == "selective",
-                    vocabulary_parts=parts,
-                    expert_ranks=expert_ranks,
-                ),
+                layers(config, ModelRanks(ranks, expert_ranks)),
                 layout=layout,
                 token_slices=config.token_slices(),
-                loss_fn=gpt_loss,
+                loss_fn=loss,
                 output_fn=None if vocabulary_stages else Logits.compute,
                 partition=_partition(run),
                 num_model_chunks=config.parallel.pipeline().num_model_chunks,

@@ -1,0 +1,128 @@
+"""Train a model: parse the flags, prepare the run, build the engine, train.
+
+torch and DeepSpeed take seconds to import, so they are imported once the flags are known to be good.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deepspeed_ext.plan.ops import check_num_ops
+from deepspeed_ext.plan.terminal import printable_output
+from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
+from deepspeed_ext.runtime.launch import LaunchEnvironment
+from megatron_terapipe.arguments import Arguments, read_arguments
+from megatron_terapipe.arguments.build import Constraints
+from megatron_terapipe.checkpoint.directories import only_run_in
+from megatron_terapipe.config import Config
+from megatron_terapipe.planning import stated_ranks
+from megatron_terapipe.run_report.own_report import OwnReport
+from megatron_terapipe.strategy import FoundStrategy
+from megatron_terapipe.training.end_of_run import EndOfRun
+from megatron_terapipe.training.recovery import after_restart, watch_over
+
+if TYPE_CHECKING:
+    from megatron_terapipe.training.build_engine import Layers, Loss
+
+
+def pretrain(layers: "Layers", loss: "Loss", argv: Sequence[str] | None = None) -> int:
+    """Train a model by the flags of a command line, on this rank; return the exit code.
+
+    Args:
+        layers: called with the configuration and the ranks that share each layer, once their groups exist.
+        argv: words after the name of the program; None = those of this process.
+    """
+    with printable_output(), EndOfRun() as end:
+        arguments = read_arguments(argv, _find_strategy)
+        end.save = arguments.config.checkpoint.save
+        config = replace(arguments.config, checkpoint=after_restart(arguments.config.checkpoint))
+        end.launch = launch = _launch(config)
+        _check_sizes(config, launch)
+        if config.training.dry_run:
+            _dry_run(arguments, launch)
+        else:
+            _train(layers, loss, config, arguments.notices, end)
+    return end.code
+
+
+def _train(layers: "Layers", loss: "Loss", config: Config, notices: Sequence[str], end: EndOfRun) -> None:
+    """Prepare the run, build its engine, and train."""
+    launch, report = end.launch, OwnReport(config.logging)
+    first, on_one_host = launch.rank == 0, launch.local_size == launch.world_size
+    with watch_over(launch, config, report.write_end) as rank_watch:
+
+        def write_loss(reason: str) -> None:
+            if rank_watch.reports_end:  # By now: this rank may report in place of the one that is lost.
+                report.write_end(reason, failed=True)
+
+        end.lost = write_loss
+        from megatron_terapipe.checkpoint.agreement import from_first_rank
+        from megatron_terapipe.training.build_engine import build_engine, process_group
+        from megatron_terapipe.training.run import prepare, with_whole_checkpoint
+        from megatron_terapipe.training.run_summary import start_of_log
+        from megatron_terapipe.training.trainer import Trainer
+
+        run = prepare(config, launch)
+
+        def hold_saves() -> None:
+            if first and end.save is not None and not config.training.skip_train:
+                end.after_report.enter_context(only_run_in(end.save))
+
+        # On several hosts only when all ranks can receive the error.
+        if on_one_host:
+            hold_saves()
+        if first:
+            print(*notices, *start_of_log(run), sep="\n", flush=True)
+            end.after_report.callback(report.write)
+        end.in_process_group = True
+        with process_group(run, rank_watch) as stall_watch:
+            if not on_one_host:
+                from_first_rank(hold_saves)
+            with stall_watch.ledger.phase("verifying the checkpoint"):
+                run = with_whole_checkpoint(run, config, print if first else lambda line: None)
+            engine = build_engine(run, stall_watch, layers=layers, loss=loss)
+            Trainer(run, engine, report.refresh_if_due).run()
+
+
+def _launch(config: Config) -> LaunchEnvironment:
+    """Return the place of this rank among all of the run; in a dry run, among those that were not launched."""
+    if not config.training.dry_run:
+        return LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+    _choose_cpu_without_cuda()
+    return LaunchEnvironment.of_dry_run(stated=stated_ranks(config), least=config.parallel.least_world_size)
+
+
+def _check_sizes(config: Config, launch: LaunchEnvironment) -> None:
+    """Check the sizes of a run, which decide the variables of CUDA, and set these: all of it before torch is loaded."""
+    replicas = config.parallel.layout(launch.world_size).data_parallel_size
+    check_num_ops(config.parallel.pipeline(config.num_micro_batches(replicas)))
+    lines = prepare_cuda_environment(
+        num_pipeline_ranks=config.parallel.pipeline_model_parallel_size,
+        deterministic=config.training.deterministic_mode,
+    )
+    if lines and launch.rank == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
+    from megatron_terapipe.training.run_summary import dry_run
+
+    lines = dry_run(arguments.config, launch)
+    if launch.rank == 0:
+        print(*arguments.notices, *lines, sep="\n", flush=True)
+
+
+def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:
+    # Imported where a search is needed: it loads torch.
+    from megatron_terapipe.training.auto_plan import find_strategy
+
+    if config.training.dry_run:
+        _choose_cpu_without_cuda()
+    return find_strategy(config, constraints)
+
+
+def _choose_cpu_without_cuda() -> None:
+    """Choose the CPU without CUDA: DeepSpeed would search for another device, and warn that it found none."""
+    if not will_use_cuda(os.environ):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
