@@ -49,13 +49,14 @@ from benchmarks.measuring.command import run_named
 from benchmarks.measuring.counters import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.pointwise import VARIABLE
-from deepspeed_ext.runtime.attention import sequence_state
+from deepspeed_ext.runtime.attention import head_exchange
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.kernels import Attended, Gradients
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.attention.token_slice_attention import KeysOfSequence
 from deepspeed_ext.runtime.gradients import weight_gradients
 from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient
+from deepspeed_ext.runtime.state import sequence_state
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.attention import SelfAttention
@@ -340,11 +341,11 @@ def _exchanges(model: ModelConfig) -> Both:
         model.blocks[0].num_key_value_heads,
     )
     parts = [_numbers(ROWS, TOKENS, count, model.kv_channels) for count in (heads, of_keys, of_keys)]
-    with patch.object(sequence_state.dist, "all_to_all_single"), counting(compiled=True) as forward:
-        there = sequence_state.to_all_tokens(*parts, ranks)
-        back = sequence_state.to_all_heads(_numbers(ROWS, 2 * TOKENS, heads // 2, model.kv_channels), ranks)
+    with patch.object(head_exchange.dist, "all_to_all_single"), counting(compiled=True) as forward:
+        there = head_exchange.to_all_tokens(ranks, *parts)
+        back = head_exchange.to_all_heads(ranks, _numbers(ROWS, 2 * TOKENS, heads // 2, model.kv_channels))
     outputs = (*there, back)
-    with patch.object(sequence_state.dist, "all_to_all_single"), counting(compiled=True) as backward:
+    with patch.object(head_exchange.dist, "all_to_all_single"), counting(compiled=True) as backward:
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
     first, second = (
         Counted(each.kernels / 2, each.numbers, each.other_bytes)

@@ -51,8 +51,8 @@ from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.plain_llama import PlainLlama, train_step
 from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.initialize import init_distributed
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.terminal import Progress, no_progress
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.module import takes_past
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig

@@ -14,5 +14,6 @@ __all__ = [
     "launch",
     "micro_batch",
     "module",
+    "state",
     "topology",
 ]

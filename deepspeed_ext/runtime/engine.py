@@ -64,7 +64,7 @@ from deepspeed_ext.runtime.micro_batch import BatchLoss
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.rank_programs import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms, RunLengths
 from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
-from deepspeed_ext.runtime.tallies import StepTally, Tallies
+from deepspeed_ext.runtime.state.counts import StepTally, Tallies
 
 __all__ = ["TokenSlicePipelineEngine"]
 

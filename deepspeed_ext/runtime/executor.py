@@ -20,7 +20,6 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, reader_of
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Content, Instruction, InstructionKind
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.channels import RankLinks
 from deepspeed_ext.runtime.first_batch_checks import AGAIN_AFTER, check_layers
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
@@ -31,7 +30,8 @@ from deepspeed_ext.runtime.live_batch import Batch, Buffer, RandomState, bearing
 from deepspeed_ext.runtime.micro_batch import BatchLoss, detached, parts_on_device, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import HostCopies
-from deepspeed_ext.runtime.tallies import Tallies
+from deepspeed_ext.runtime.state.counts import Tallies
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 
 Around = Callable[[Op], AbstractContextManager[None]]
 """Surrounds the computation of an op: measures it, and accumulates its gradients."""

@@ -18,8 +18,9 @@ from torch import nn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.micro_batch import cut_along_sequence, map_tensors, tensors_in
+from deepspeed_ext.runtime.state.counts import CountingLayer
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 
@@ -100,7 +101,7 @@ def check_layers(
     for layer in layers:
         _check_batch_norms(layer)
     # The runtime counts in training for some modules, and gives them what they have counted.
-    training = {module for module in modules.modules() if module.training and not hasattr(module, "counted_in_step")}
+    training = {module for module in modules.modules() if module.training and not isinstance(module, CountingLayer)}
     with torch.no_grad(), _undisturbed(modules, inputs):
         hidden, entries = first(inputs), first(entries)
         for layer in layers:

@@ -19,9 +19,9 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.gradients.weight_gradients import Product
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, join_micro_batches, join_token_slices
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 

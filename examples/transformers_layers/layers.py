@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.gradients.weight_gradients import linear
+from deepspeed_ext.runtime.state.sequence_state import Past
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -255,7 +255,7 @@ class DecoderLayer(PlacedLayer):
         (rotary,) = self._rotary
         if rotary is not None:
             name = f"position embeddings {self._layer_type}"
-            keywords["position_embeddings"] = past.once(
+            keywords["position_embeddings"] = past.cached_for_slice(
                 name, lambda: rotary.to(hidden.device)(hidden, positions, *self._layer_type)
             )
         with self.at(past):

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, split_along_sequence
 from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.saved_files import gathered_by_first_rank
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 
 from .layers import (
     IGNORED,

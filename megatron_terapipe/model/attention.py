@@ -1,11 +1,8 @@
 """Multi-head self-attention with grouped keys and values."""
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
-
-import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.runtime.state.sequence_state import Past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.config.rotation import rotation_of
@@ -13,104 +10,6 @@ from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import NORMS, AllHeadsRMSNorm
 from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads, writes_heads
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
-
-Made = TypeVar("Made")
-
-
-class Past(Protocol):
-    """The tokens before those that a layer is given, and the positions of both. The engine provides it.
-
-    B sequences, N tokens of the token slice, n of them on this rank, H heads of D elements, C channels.
-    """
-
-    prefix_len: int
-    """Tokens before these."""
-
-    @property
-    def positions_restart(self) -> bool:
-        """Whether positions restart within a row; if not, they count on from `prefix_len`."""
-
-    def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of these N tokens: [1, N], or [B, N] where they restart at documents."""
-
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """Return `make()`, computed once for all layers of these tokens."""
-
-    def carried(self, name: str, initial: Tensor) -> Tensor:
-        """Return the state [...] that this layer left after the tokens before; `initial` for the first ones."""
-
-    def carry(self, name: str, state: Tensor) -> None:
-        """Leave a state [...] of this layer for the tokens after these."""
-
-    def begins(self, device: torch.device) -> Tensor | None:
-        """Return whether a document begins at each of these tokens of all ranks, [B, N]; None if each row is one."""
-
-    def all_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return all tokens with this rank's heads, each [B, N, H / R, D], of [B, N / R, H, D]."""
-
-    def own_tokens(self, output: Tensor) -> Tensor:
-        """Return this rank's tokens with all heads, [B, N / R, H, D], of [B, N, H / R, D]."""
-
-    def own_heads(self, weight: Tensor) -> Tensor:
-        """Return the part [H / R, ...] of a weight [H, ...] for the heads that `all_tokens` gives to this rank."""
-
-    def kept(self, name: str, make: Callable[[], Made]) -> Made:
-        """Return `make()` of the first forward of this layer and token slice, if it is computed again."""
-
-    @property
-    def seq_length(self) -> int:
-        """Tokens of the whole sequence."""
-
-    @property
-    def loss_factor(self) -> float:
-        """Factor of the gradient of a loss of the micro-batch that the layer adds in its backward."""
-
-    def document_numbers(self, first_token: int, length: int) -> tuple[Tensor, int]:
-        """Return the numbers of the documents of n tokens, [B, n], and of how many in all rows."""
-
-    def counts(self, layer: nn.Module, num_groups: int, device: torch.device) -> Any:
-        """Return the counts of this layer in the micro-batch."""
-
-    def sum_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums of values [...] over the ranks with earlier tokens of the token slice, and over all of them."""
-
-    def jittered(self, inputs: Tensor, spread: float, *, site: int, first_token: int) -> Tensor:
-        """Return `inputs` [B, n, C] times numbers in 1 - spread .. 1 + spread, which depend on positions only."""
-
-    def room(self, like: Tensor, window: int | None) -> tuple[Tensor, Tensor] | None:
-        """Return tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; or None."""
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        dropout: float,
-        first_head: int,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Return causal attention of these tokens to themselves and to those before: [B, N, H, D].
-
-        Args:
-            query: [B, N, H, D]; keys and values are [B, N, key heads, D].
-            first_head: number of the first of these heads among the heads of all ranks.
-            window: tokens that a token attends to, itself included; None for all before it.
-            softcap: limit of the scores; None for none.
-        """
-
-    def dropout(
-        self, inputs: Tensor, probability: float, *, site: int, first_token: int, residual: Tensor | None
-    ) -> Tensor:
-        """Return `inputs` after dropout, plus the residual: [B, n, C]. Masks depend on positions only.
-
-        Args:
-            inputs: [B, n, C], for some of these tokens.
-            first_token: number of the first of these n tokens in the token slice.
-            residual: [B, n, C] to add, or None.
-        """
 
 
 class SelfAttention(nn.Module):
@@ -215,7 +114,7 @@ class SelfAttention(nn.Module):
                 return self.rotary.at(past.positions(like.shape[1], like.device), end, like)
             return self.rotary.between(past.prefix_len, end, like)
 
-        return past.once(self.rotary.rotation.name, looked_up)
+        return past.cached_for_slice(self.rotary.rotation.name, looked_up)
 
 
 def _heads_norm(model: ModelConfig, ranks: TensorParallelRanks, num_heads: int) -> nn.Module:

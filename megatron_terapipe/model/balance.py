@@ -9,37 +9,28 @@ is the mean over the tokens of the micro-batch
 
 Groups are sequences, documents, the micro-batch, or the micro-batches of the step so far on all replicas. A loss of
 several groups is their mean by tokens. T is that of the micro-batch, never of a token slice: so the gradient of a token
-depends on others only by its group's C, and is exact in token slices (`deepspeed_ext/runtime/tallies.py`).
+depends on others only by its group's C, and is exact in token slices (`deepspeed_ext/runtime/state/counts.py`).
 
 The bias (Wang et al., arXiv 2408.15664) changes once a step by u sign(mean C - C_i), with C of the step.
 """
 
 from collections.abc import Callable
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from deepspeed_ext.runtime.state.counts import CountingLayer, Counts
+from deepspeed_ext.runtime.state.sequence_state import Past
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 JITTER = 4
 """Site of the jitter among the uses of random numbers in a layer, after those of `DropoutSite`."""
 
 
-class Counts(Protocol):
-    """Choices of the tokens of a micro-batch, by group of tokens."""
-
-    own: Tensor
-    """Those of this rank: [groups, E]."""
-
-    def summed(self) -> Tensor:
-        """Return those of all ranks: [groups, E]. Only in a backward."""
-
-
-class Balance(nn.Module):
+class Balance(CountingLayer):
     """Counts and losses of the router of one layer. It has no weights.
 
     Tokens [T] are those [B, n] that this rank has between the matrices, row after row.
@@ -51,18 +42,17 @@ class Balance(nn.Module):
     def __init__(
         self, model: ModelConfig, ranks: TensorParallelRanks, bias: Callable[[], Tensor] | None = None
     ) -> None:
-        super().__init__()
-        self._model, self._ranks = model, ranks
+        groups_of = model.moe_router_load_balancing_type if model.moe_aux_loss_coeff else "none"
+        of_step = groups_of == "global_aux_loss"
+        super().__init__(
+            width=model.routing.num_experts,
+            num_values=len(model.router_losses),
+            reads=None if groups_of == "none" else "step" if of_step else "micro-batch",
+        )
+        self._model, self._ranks, self._groups_of = model, ranks, groups_of
         self._softmax = model.moe_router_score_function == "softmax"
         self._auxiliary, self._z = model.moe_aux_loss_coeff, model.moe_z_loss_coeff or 0.0
-        self._groups_of = model.moe_router_load_balancing_type if self._auxiliary else "none"
         self._rate, self._bias = model.moe_router_bias_update_rate, bias
-        # Read and set by the runtime, `CountingLayer`.
-        self.width, self.num_values = model.routing.num_experts, len(model.router_losses)
-        of_step = self._groups_of == "global_aux_loss"
-        self.reads = None if self._groups_of == "none" else "step" if of_step else "micro-batch"
-        self.counted_in_step: Tensor | None = None
-        self.values_in_step: Tensor | None = None
 
     def jittered(self, hidden_BnC: Tensor, past: Past) -> Tensor:
         """Inputs of the router, multiplied by random numbers in training."""

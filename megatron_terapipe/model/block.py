@@ -5,10 +5,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.runtime.state.sequence_state import Past
+from deepspeed_ext.runtime.topology import ExpertParallelRanks
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
-from megatron_terapipe.model.attention import Past, SelfAttention
-from megatron_terapipe.model.expert_dispatch import ExpertParallelRanks
+from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.experts import ExpertLayer
 from megatron_terapipe.model.mlp import MLP
 from megatron_terapipe.model.norm import NORMS, Sum

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed_ext.runtime.state.sequence_state import Past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
-from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.block import DropoutSite, residual_dropout
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.logits import LiveLogits, Logits

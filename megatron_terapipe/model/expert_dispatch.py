@@ -16,23 +16,16 @@ exchanges in the same order (ADR 47).
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_terapipe.model.attention import Past
+from deepspeed_ext.runtime.state.sequence_state import Past
+from deepspeed_ext.runtime.topology import ExpertParallelRanks
 from megatron_terapipe.model.tensor_parallel import Pending, all_gather, reduce_scatter
-
-
-class ExpertParallelRanks(Protocol):
-    """Ranks that share the experts of each layer: rank r of P has experts r e up to (r + 1) e."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +210,7 @@ class AllToAll:
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
         """Start to send tokens."""
         pairs = Pairs.of(chosen_TK, self.num_experts)
-        sizes = past.kept("sizes of the exchange", lambda: self._sizes(pairs))
+        sizes = past.cached_for_recompute("sizes of the exchange", lambda: self._sizes(pairs))
         there, back = self._send(sizes.sent, sizes.received), self._send(sizes.received, sizes.sent)
         # Pairs of no expert are the last, and stay here.
         num_sent = sum(sizes.sent)

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed_ext.runtime.state.sequence_state import Past
+from deepspeed_ext.runtime.topology import ExpertParallelRanks
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.experts import RoutingRule
 from megatron_terapipe.config.layers import BlockShape
-from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.balance import Balance
-from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, ExpertParallelRanks, Here, Pairs
+from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, Here, Pairs
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.mlp import MLP, WeightedActivation
 from megatron_terapipe.model.tensor_parallel import (
@@ -95,7 +96,7 @@ class Router(nn.Module):
         """Return the chosen experts and their weights, E and 0 beyond the capacity: chosen_TK, weights_TK."""
         rows = len(x_Bnh)
         logits_TE = _WideProduct.apply(self.balance.jittered(x_Bnh, past).flatten(0, 1), self.weight)
-        kept = past.kept("chosen experts", lambda: self._choose(logits_TE.detach(), rows, past))
+        kept = past.cached_for_recompute("chosen experts", lambda: self._choose(logits_TE.detach(), rows, past))
         chosen_TK = kept[0].long()
         weights_TK = weigh(self.balance.with_losses(logits_TE, rows, past), chosen_TK, self.rule)
         if kept[1] is None:
@@ -264,7 +265,7 @@ class ExpertLayer(nn.Module):
         super().__init__()
         assert ranks.size == 1 or ranks.sequence_parallel, "the configuration gives each rank its own tokens"
         self.router = Router(model, ranks)
-        expert_ranks = expert_ranks or TensorParallelRanks()
+        expert_ranks = expert_ranks or ExpertParallelRanks()
         self.experts = Experts(model, block, ranks, expert_ranks)
         kind = AllGather if model.moe_token_dispatcher_type == "allgather" else AllToAll
         experts = block.num_experts

@@ -7,6 +7,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
 from deepspeed_ext.plan.layout import StagePartition
+from deepspeed_ext.runtime.topology import ExpertParallelRanks
 from megatron_terapipe.config import Config, ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, output_layer
 from megatron_terapipe.config.rotation import rotation_of
@@ -20,7 +21,6 @@ from megatron_terapipe.model.embedding import (
     WordEmbedding,
     tied_logits,
 )
-from megatron_terapipe.model.expert_dispatch import ExpertParallelRanks
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.norm import NORMS
 from megatron_terapipe.model.rotary import RotaryTable

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_ext.runtime.state.sequence_state import Past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import Recurrence
-from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.initialization import constant, normal, uniform
 from megatron_terapipe.model.recurrence_kernels import CONVOLUTION, DELTA_RULE, STATE_SPACE
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks

@@ -18,7 +18,7 @@ class RotaryTable:
 
     All layers of a rank that turn alike share one table. It is computed on the device that uses it, when it is first
     used, and again only for other positions, another device or type. Where a table of all positions would be large,
-    only those of a token slice are computed, each time that its layers begin (`Past.once` keeps them for all layers).
+    only the positions of a token slice are computed, once for its layers (`Past.cached_for_slice`).
 
     Args:
         length: positions 0 .. length that the table has from the start.

@@ -14,6 +14,12 @@ CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 FAMILIES = ("megatron_terapipe.huggingface.families",)
 RECORDS = ("info", "manifest", "directories", "foreign", "inert_pickles", "megatron_model")
 """Modules of checkpoint/ that need no torch."""
+FOR_LAYERS = (
+    "deepspeed_ext.pointwise",
+    *(f"deepspeed_ext.runtime.{name}" for name in ("state.sequence_state", "state.counts", "topology")),
+    *(f"deepspeed_ext.runtime.{name}" for name in ("attention.recurrences", "gradients.weight_gradients")),
+)
+"""The interface of the runtime for layers."""
 
 
 def search(*folders: str) -> tuple[str, ...]:
@@ -79,10 +85,14 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.model", "megatron_terapipe.model.*"),
-        (*PLAN, *CONFIG, "deepspeed_ext.pointwise", "deepspeed_ext.runtime.attention.recurrences"),
+        (*PLAN, *CONFIG, *FOR_LAYERS),
         ("torch",),
     ),
-    Layer(("megatron_terapipe.model.gpt",), (*PLAN, *CONFIG, "megatron_terapipe.model"), ("torch", "deepspeed.pipe")),
+    Layer(
+        ("megatron_terapipe.model.gpt",),
+        (*PLAN, *CONFIG, *FOR_LAYERS, "megatron_terapipe.model"),
+        ("torch", "deepspeed.pipe"),
+    ),
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
         (*PLAN, *CONFIG),
@@ -287,6 +297,8 @@ def test_the_walk_sees_imports_at_import_time() -> None:
         ("megatron_terapipe.config.config", "megatron_terapipe.planning", False),
         ("megatron_terapipe.huggingface.families.registry", "torch", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
+        ("megatron_terapipe.model.block", "deepspeed_ext.runtime.state.sequence_state", True),
+        ("megatron_terapipe.model.block", "deepspeed_ext.runtime.module", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
         ("megatron_terapipe.doctor.probe", "megatron_terapipe.errors", False),
         ("megatron_terapipe.search.rank.search", "megatron_terapipe.search.answer.table", False),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
 from examples.layers_with_state import CausalConvolution, GatedDeltaNet, LinearAttention, Mamba2, TokenShift
 from tests.distributed import run_distributed
 from tests.runtime import models

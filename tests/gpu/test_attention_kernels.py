@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import sequence_state
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.flash_kernels import (
     CudaFlash,
@@ -18,7 +17,8 @@ from deepspeed_ext.runtime.attention.flash_kernels import (
     kernel_of_runs_for,
 )
 from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state import sequence_state
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.inference import WholeModel, generate

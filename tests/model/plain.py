@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.config.rotation import Rotation, rotation_of

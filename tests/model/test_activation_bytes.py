@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.block import TransformerBlock
@@ -75,7 +75,7 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
     if block.num_key_value_heads:
         for tensor in kept_keys_and_values(state, block.window):
             keep(tensor)
-    for chosen, _ in state.kept.values():
+    for chosen, _ in state.cached_for_recompute.values():
         keep(chosen)
     for parameter in layer.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)

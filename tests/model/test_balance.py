@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 from deepspeed_ext.runtime.executor import Executor
-from deepspeed_ext.runtime.tallies import Tallies
+from deepspeed_ext.runtime.state.counts import Tallies
+from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.balance import Balance
@@ -58,7 +58,7 @@ class Router(nn.Module):
             self.balance.count(chosen, rows, past)
             return chosen
 
-        chosen = past.kept("chosen", choose)
+        chosen = past.cached_for_recompute("chosen", choose)
         return self.balance.with_losses(logits, rows, past).gather(1, chosen).sin().sum()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.pointwise import Pointwise
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.inference import WholeModel

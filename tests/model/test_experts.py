@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.model.expert_dispatch import Pairs
 from megatron_terapipe.model.experts import ExpertLayer, choose, weigh
 from megatron_terapipe.model.mlp import Activation

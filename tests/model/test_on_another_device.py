@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import sequence_state
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state import sequence_state
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.gpt import gpt_loss
 from tests.model.configs import OF_FAMILIES, SEQ, model_config

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.mamba2 import configuration_mamba2, modeling_mamba2
 from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
 
-from deepspeed_ext.runtime.attention.carried_states import CarriedStates
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.recurrences import linear_attention
+from deepspeed_ext.runtime.state.carried_states import CarriedStates
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import state_bytes
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, Recurrence

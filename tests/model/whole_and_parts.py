@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.module import takes_past
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.model.logits import Logits

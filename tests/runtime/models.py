@@ -5,7 +5,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepspeed_ext.runtime.attention.sequence_state import Past
+from deepspeed_ext.runtime.state.sequence_state import Past
 
 VOCAB, HIDDEN, HEADS, GROUPS, SEQ = 32, 16, 4, 2, 24
 

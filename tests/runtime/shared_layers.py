@@ -4,8 +4,8 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.runtime import models
 
 FIRST, BETWEEN, LAST = 0, 3, 6

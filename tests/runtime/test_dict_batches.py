@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime import executor
-from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.micro_batch import to_device
+from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import BASE_SEED, WholePast, relative_error

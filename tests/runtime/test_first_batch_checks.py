@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime import first_batch_checks
-from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.first_batch_checks import StageLayer, check_layers
+from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, build, losses

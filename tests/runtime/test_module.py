@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import Reference

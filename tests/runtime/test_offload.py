@@ -19,8 +19,8 @@ from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.timeline import Timeline, critical_path
 from deepspeed_ext.runtime import executor, offload
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.offload import HostCopies, HostPages
+from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.counters import LiveBytes
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.clocks import Observer
+from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed

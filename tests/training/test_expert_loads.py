@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.runtime.tallies import StepTally
+from deepspeed_ext.runtime.state.counts import StepTally
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.training.expert_loads import ExpertWatch
 from megatron_terapipe.training.records import ExpertLoads

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
-from deepspeed_ext.runtime.attention import sequence_state
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
 from deepspeed_ext.runtime.executor import METHODS
+from deepspeed_ext.runtime.state import sequence_state
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.model import experts
 from megatron_terapipe.training.build_engine import build_engine

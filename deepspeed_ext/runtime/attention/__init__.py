@@ -1,3 +1,3 @@
 """Attention of one token slice over the keys and values up to its end, forward and backward, by device."""
 
-__all__ = ["sequence_state"]
+__all__ = ["recurrences"]

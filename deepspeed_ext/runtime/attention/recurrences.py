@@ -27,6 +27,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.costs import CHUNK_TOKENS
 
+__all__ = ["causal_convolution", "linear_attention"]
+
 
 def causal_convolution(
     inputs: Tensor, weight: Tensor, before: Tensor, begins: Tensor | None = None

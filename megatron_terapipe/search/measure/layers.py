@@ -26,9 +26,9 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradients, WeightGradients, compute
 from deepspeed_ext.runtime.module import takes_past
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss

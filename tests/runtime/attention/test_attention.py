@@ -14,7 +14,7 @@ from benchmarks.measuring.counters import LiveBytes
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import token_slice_attention
 from deepspeed_ext.runtime.attention.flash_kernels import kernel_for
-from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
 
 HIDDEN, HEAD_DIM = 24, 4
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}

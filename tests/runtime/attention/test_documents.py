@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import sequence_state
 from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents
 from deepspeed_ext.runtime.attention.flash_kernels import Runs
 from deepspeed_ext.runtime.attention.kernels import Attended, PlainAttention
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.state import sequence_state
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from tests.strategies import cuts
 
 HEADS, GROUPS, SIZE = 4, 2, 8

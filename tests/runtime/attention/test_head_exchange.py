@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.sequence_state import check_heads
+from deepspeed_ext.runtime.attention.head_exchange import check_heads
 from deepspeed_ext.runtime.topology import SequenceParallelRanks, own_group
 from tests.distributed import run_distributed
 from tests.pairs import covering_pairs

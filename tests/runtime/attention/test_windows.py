@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.flash_kernels import CpuFlash
 from deepspeed_ext.runtime.attention.kernels import PlainAttention
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
-from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from tests.runtime.attention.masks import attention_keep_mask
 from tests.strategies import cuts

@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import for_deepspeed
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, split_along_sequence
+from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import relative_error

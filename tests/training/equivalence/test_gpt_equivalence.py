@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
-from deepspeed_ext.runtime.tallies import Counts
+from deepspeed_ext.runtime.state.counts import Counts
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.inference import WholeModel
 from tests.distributed import run_distributed

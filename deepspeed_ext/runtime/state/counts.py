@@ -15,26 +15,29 @@ post the same messages in the same order, on communicators that they have alread
 """
 
 from collections.abc import Collection, Iterable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class CountingLayer(Protocol):
-    """A layer, or a module in it, that counts. The engine finds it by the attribute `counted_in_step`."""
+class CountingLayer(nn.Module):
+    """A layer, or a module in it, that counts. All of a model count as many numbers, and read the same.
 
-    width: int
-    """Numbers that it counts, the same in all layers."""
-    num_values: int
-    """Sums that it adds up in backwards, such as losses."""
-    reads: Literal["micro-batch", "step"] | None
-    """Counts that backwards read: of the micro-batch, or of the step so far on all replicas. The same in all layers."""
-    counted_in_step: Tensor | None
-    """Counts [width] of this rank in the step so far, float64; None without an engine."""
-    values_in_step: Tensor | None
-    """Sums [values] of this rank in the step so far, float64; None without an engine."""
+    Args:
+        width: numbers that it counts.
+        num_values: sums that it adds up in backwards, such as losses.
+        reads: counts that backwards read: of the micro-batch, or of the step so far on all replicas.
+    """
+
+    def __init__(self, *, width: int, num_values: int, reads: Literal["micro-batch", "step"] | None) -> None:
+        super().__init__()
+        self.width, self.num_values, self.reads = width, num_values, reads
+        self.counted_in_step: Tensor | None = None
+        """Counts [width] of this rank in the step so far, float64; None without an engine."""
+        self.values_in_step: Tensor | None = None
+        """Sums [values] of this rank in the step so far, float64; None without an engine."""
 
     def after_step(self, counts: Tensor, updated: bool | Tensor) -> None:
         """Act after the optimizer step, given the counts [width] of the step, float64.
@@ -89,7 +92,7 @@ class Tallies:
         stage_groups: Iterable[dist.ProcessGroup | None],
     ) -> None:
         found = [
-            (number, part) for number, layer in layers for part in layer.modules() if hasattr(part, "counted_in_step")
+            (number, part) for number, layer in layers for part in layer.modules() if isinstance(part, CountingLayer)
         ]
         self._numbers, self._layers = [number for number, _ in found], [part for _, part in found]
         self._micro_batch_groups, self._stage_groups = _with_others(micro_batch_groups), _with_others(stage_groups)

@@ -1,23 +1,4 @@
-"""State of a micro-batch on a stage between token slices, and head exchanges among sequence-parallel ranks.
-
-Between the matrices each of R sequence-parallel ranks has its part of a token slice. Around attention it has all of the
-token slice's tokens and every R-th part of the heads instead (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509,
-section 3), so that keys and values of all tokens are kept by heads, and attention is that of one rank:
-
-    rank      matrices: tokens x heads       attention: tokens x heads
-    0         [ N / 2 first,  H      ]       [ N,  first  H / 2 ]
-    1         [ N / 2 last,   H      ]       [ N,  second H / 2 ]
-
-Queries, keys and values go in one message, the output comes back in another; the gradients go the same ways back. Where
-ranks outnumber the key heads, each key head is sent to the ranks whose queries read it, and the gradients of these
-copies are summed.
-
-Deadlocks. The messages of an exchange are enqueued by the op that attends, in the order of the op's layers. All ranks
-of a group are at the same place of the pipeline and run the same program, and recomputation and autograd go through
-equal graphs in the same order, so they come to the same exchanges in the same order. An exchange has a communicator
-of its own, and waits only for the same op on the other ranks. The R pipelines of a replica are equal copies, so a cycle
-of waits through exchanges would be a cycle of one pipeline, and lowering proves that there is none.
-"""
+"""State of a micro-batch on a stage between token slices, and its view by one layer and token slice, `Past`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +6,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import positional_dropout
-from deepspeed_ext.runtime.attention.carried_states import CarriedStates
 from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents, DocumentsAtOnce
 from deepspeed_ext.runtime.attention.flash_kernels import kernel_for, kernel_of_runs_for
+from deepspeed_ext.runtime.attention.head_exchange import (
+    check_heads,
+    to_all_heads,
+    to_all_tokens,
+    with_copies_of_keys,
+)
 from deepspeed_ext.runtime.attention.kernels import AttentionDropout, AttentionKernel, PlainAttention
 from deepspeed_ext.runtime.attention.positional_dropout import DrawnNumbers, DropoutPlace
 from deepspeed_ext.runtime.attention.token_slice_attention import (
@@ -43,85 +28,11 @@ from deepspeed_ext.runtime.attention.token_slice_attention import (
     TokenSliceAttention,
 )
 from deepspeed_ext.runtime.micro_batch import to_device
-from deepspeed_ext.runtime.tallies import CountingLayer, Counts
+from deepspeed_ext.runtime.state.carried_states import CarriedStates
+from deepspeed_ext.runtime.state.counts import CountingLayer, Counts
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 __all__ = ["Past"]
-
-
-def to_all_tokens(
-    query: Tensor, key: Tensor, value: Tensor, ranks: SequenceParallelRanks
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries [B, N, H / R, D], and the keys and values [B, N, G / R, D], of all tokens of a token slice.
-
-    Args:
-        query: [B, N / R, H, D], of this rank's part; keys and values are [B, N / R, G, D].
-        ranks: the R ranks that share the token slice.
-    """
-    check_heads(query.shape[2], key.shape[2], ranks.size)
-    copies = max(ranks.size // key.shape[2], 1)
-    if copies > 1:
-        key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
-    query, key, value = _Exchange.apply(ranks, True, query, key, value)
-    return query, key, value
-
-
-def to_all_heads(output: Tensor, ranks: SequenceParallelRanks) -> Tensor:
-    """Return the output [B, N / R, H, D] for this rank's part of the tokens, of one [B, N, H / R, D] for its heads."""
-    (output,) = _Exchange.apply(ranks, False, output)
-    return output
-
-
-def check_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> None:
-    """Raise a `UserError` if ranks cannot share the query and key heads of a layer evenly."""
-    if num_heads % num_ranks:
-        raise UserError(
-            f"{num_ranks} sequence-parallel ranks cannot share {num_heads} attention heads evenly: "
-            "take a number of ranks that divides them"
-        )
-    if num_key_heads % num_ranks and num_ranks % num_key_heads:
-        raise UserError(
-            f"{num_ranks} sequence-parallel ranks and {num_key_heads} key heads: "
-            "take a number of ranks that divides the key heads, or is a multiple of them"
-        )
-
-
-class _Exchange(torch.autograd.Function):
-    """Exchanges several tensors in one message; their gradients go back in one."""
-
-    @staticmethod
-    def forward(ctx, ranks: SequenceParallelRanks, to_tokens: bool, *tensors):
-        ctx.ranks, ctx.to_tokens = ranks, to_tokens
-        return _all_tokens(tensors, ranks) if to_tokens else _all_heads(tensors, ranks)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        back = _all_heads if ctx.to_tokens else _all_tokens
-        return None, None, *back(gradients, ctx.ranks)
-
-
-def _all_tokens(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> tuple[Tensor, ...]:
-    """Make tensors [B, N, H / R, D] of tensors [B, N / R, H, D]."""
-    by_heads = [tensor.unflatten(2, (ranks.size, -1)).permute(2, 0, 1, 3, 4) for tensor in tensors]
-    by_tokens = _exchanged(by_heads, ranks)
-    return tuple(tensor.transpose(0, 1).flatten(1, 2) for tensor in by_tokens)
-
-
-def _all_heads(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> tuple[Tensor, ...]:
-    """Make tensors [B, N / R, H, D] of tensors [B, N, H / R, D]."""
-    by_tokens = [tensor.unflatten(1, (ranks.size, -1)).transpose(0, 1) for tensor in tensors]
-    by_heads = _exchanged(by_tokens, ranks)
-    return tuple(tensor.permute(1, 2, 0, 3, 4).flatten(2, 3) for tensor in by_heads)
-
-
-def _exchanged(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> list[Tensor]:
-    """Send entry r of each tensor [R, B, n, h, D] to rank r, and return the received ones: views of one message."""
-    sent = torch.cat([tensor.flatten(3) for tensor in tensors], dim=3)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=ranks.group)
-    widths = [tensor.shape[3] * tensor.shape[4] for tensor in tensors]
-    entries = zip(received.split(widths, dim=3), tensors, strict=True)
-    return [entry.unflatten(3, tensor.shape[3:]) for entry, tensor in entries]
 
 
 Made = TypeVar("Made")
@@ -175,16 +86,16 @@ class SequenceState:
         """First position and end of each token slice, by the first position of this rank's part."""
         self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
         self._layers: dict[int, tuple[int | None, KeyValueState | None]] = {}
-        self.shared: dict[tuple[int, str], Any] = {}
-        """Values that layers share of a token slice, by its first position and a name; see `Past.once`."""
+        self.cached_for_slice: dict[tuple[int, str], Any] = {}
+        """Values that layers share of a token slice, by its first position and a name."""
         self.carried = CarriedStates(len(token_slices) - 1, forward_only)
         """States that layers carry from token slice to token slice; see `Past.carry`."""
         self.counts: dict[int, Counts] = {}
         """Counts of a layer in the micro-batch; see `Past.counts`."""
         self.numbers = {start: number for number, start in enumerate(self.bounds)}
         """Number of each token slice, by the first position of this rank's part."""
-        self.kept: dict[tuple[int, int, str], Any] = {}
-        """Values of a forward that a second one gets again, by layer, first position and name; see `Past.kept`."""
+        self.cached_for_recompute: dict[tuple[int, int, str], Any] = {}
+        """Values of a forward for its recomputation, by layer, first position and name."""
         self.drawn = DrawnNumbers(token_slices.seq_length)
         """Random numbers of dropout."""
 
@@ -195,7 +106,8 @@ class SequenceState:
     def forget_shared(self, token_slice: int) -> None:
         """Drop the values that layers share of a token slice; the next layer that needs one makes it again."""
         start = self.parts.prefix_len(token_slice)
-        self.shared = {key: value for key, value in self.shared.items() if key[0] != start}
+        cached = self.cached_for_slice.items()
+        self.cached_for_slice = {key: value for key, value in cached if key[0] != start}
 
     def keys_of(self, token_slice: int) -> list[Tensor]:
         """Keys and values [B, N, G, D] of a token slice, layer after layer; only where they are kept apart."""
@@ -300,9 +212,9 @@ class Past:
         positions = self._sequence.documents.positions(self.prefix_len, length)
         return positions if device is None else positions.to(device)
 
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
+    def cached_for_slice(self, name: str, make: Callable[[], Made]) -> Made:
         """A value that all layers of this stage share for this token slice; made by the first one."""
-        return _made(self._sequence.shared, (self.prefix_len, name), make)
+        return _made(self._sequence.cached_for_slice, (self.prefix_len, name), make)
 
     def carried(self, name: str, initial: Tensor) -> Tensor:
         """The state that this layer left after the token slice before; `initial` in the first one.
@@ -327,7 +239,9 @@ class Past:
         documents, (start, end) = self._sequence.documents, self._sequence.bounds[self.prefix_len]
         if documents is None or not documents.attend_apart:
             return None
-        return self.once("begins", lambda: to_device(documents.begins(start, end), device or torch.device("cpu")))
+        return self.cached_for_slice(
+            "begins", lambda: to_device(documents.begins(start, end), device or torch.device("cpu"))
+        )
 
     def all_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Give each sequence-parallel rank all tokens of the token slice, with its part of the heads, in one message.
@@ -343,26 +257,26 @@ class Past:
             return tensors
         for tensor in tensors:
             check_heads(tensor.shape[2], tensor.shape[2], ranks.size)
-        return _Exchange.apply(ranks, True, *tensors)
+        return to_all_tokens(ranks, *tensors)
 
     def own_tokens(self, output: Tensor) -> Tensor:
         """Return this rank's part of the tokens, with all heads, [B, N / R, H, D] of [B, N, H / R, D]: the way back."""
         ranks = self._sequence.ranks
-        return output if ranks.size == 1 else to_all_heads(output, ranks)
+        return output if ranks.size == 1 else to_all_heads(ranks, output)
 
     def own_heads(self, weight: Tensor) -> Tensor:
         """Return the part [H / R, ...] of a weight [H, ...] for the heads that `all_tokens` gives to this rank."""
         ranks = self._sequence.ranks
         return weight if ranks.size == 1 else weight.chunk(ranks.size)[ranks.rank]
 
-    def kept(self, name: str, make: Callable[[], Made]) -> Made:
+    def cached_for_recompute(self, name: str, make: Callable[[], Made]) -> Made:
         """A value of this layer and token slice that a forward computed again gets from the first one.
 
         So a choice is made once, though stages or layers are computed twice. It is kept until the last backward of the
         micro-batch; without a backward it is not kept.
         """
         key = self._layer, self.prefix_len, name
-        return make() if self._sequence.forward_only else _made(self._sequence.kept, key, make)
+        return make() if self._sequence.forward_only else _made(self._sequence.cached_for_recompute, key, make)
 
     def room(self, like: Tensor, window: int | None = None) -> tuple[Tensor, Tensor] | None:
         """Tensors like keys [B, N, G, D] for keys and values, which `attend` does not copy then; None for none."""
@@ -414,7 +328,7 @@ class Past:
         self._sequence.attended[self._layer, self.prefix_len] += 1
         window = self._reach(window)
         if ranks.size > 1:
-            query, key, value = to_all_tokens(query, key, value, ranks)
+            query, key, value = to_all_tokens(ranks, *with_copies_of_keys(query, key, value, ranks.size))
             first_head += ranks.rank * query.shape[2]
         output = TokenSliceAttention.apply(
             query,
@@ -475,7 +389,9 @@ class Past:
                 lambda row, *place: dropping(sequences[row : row + 1], *place), documents, end, window
             )
         if apart and softcap is None and (at_once := kernel_of_runs_for(query, window)) is not None:
-            seen = self.once(f"seen keys in window {window}", lambda: documents.seen(start, end, query.device, window))
+            seen = self.cached_for_slice(
+                f"seen keys in window {window}", lambda: documents.seen(start, end, query.device, window)
+            )
             return DocumentsAtOnce(at_once, seen, end)
         if apart:
             return DocumentAttention(lambda *_: kernel_for(query, window, softcap), documents, end, window)

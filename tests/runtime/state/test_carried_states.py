@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
 
 CUT = (3, 1, 4)
 ZEROS = torch.zeros(2, 3)
