@@ -1,6 +1,6 @@
 """Speed of the solvers of token slices and orders, and of the simulators.
 
-Time of the solvers, and quality of their solutions.
+Time of the solvers, TeraPipe's program of the example among them, and quality of their solutions.
 
 python -m benchmarks.solver_speed [--effort 1] [--optimise]
 
@@ -25,9 +25,10 @@ from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import fixed, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
-from deepspeed_ext.plan.solve import PolynomialCosts, TerapipeProblem, op_costs, solve_token_slices
+from deepspeed_ext.plan.solve import PolynomialCosts, op_costs, solve_token_slices
 from deepspeed_ext.plan.solve.cuts import CutGrid
 from deepspeed_ext.plan.solve.orders import optimise
+from examples.terapipe.joint_program import TerapipeProblem
 
 SEQ_LENGTH, NUM_STAGES = 131_072, 64
 GRANULARITY, MIN_LENGTH = 128, 1024

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import groupby
 from shutil import get_terminal_size
-from typing import Any, NoReturn, Self, TextIO, TypeGuard, cast
+from typing import Any, NoReturn, Self, TextIO, cast
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import write_text
@@ -194,7 +194,7 @@ class CommandParser(argparse.ArgumentParser):
             # Where the missing flag was misspelled, both are named.
             known = {*self._option_string_actions, "--"}
             wrong = [each for each in self._words if each.startswith("--") and each.partition("=")[0] not in known]
-            message += f", and {' '.join(wrong)} is no flag of this command" if wrong else ""
+            message += f", and {' '.join(wrong)} is not a flag of this command" if wrong else ""
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         meant = nearest(unknown[1], self._option_string_actions) if unknown else None
         hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
@@ -207,44 +207,27 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_usage(self) -> str:
         """Return the shortest command in one line: all that is required, and `[flags]` for all that is optional."""
-        return f"usage: {self.usage or ' '.join([self.prog, *self._needed()])}\n"
+        if self.usage:
+            return f"usage: {self.usage}\n"
+        groups = [each for each in self._mutually_exclusive_groups if each.required]
+        of_groups = [each for group in groups for each in group._group_actions]
+        needed = [each for each in self._actions if each.required or not each.option_strings or each in of_groups]
+        formatter = argparse.HelpFormatter(self.prog, width=sys.maxsize)
+        formatter.add_usage(None, needed, groups, "usage: ")
+        return f"{formatter.format_help().rstrip()} [flags]\n"
 
     def format_help(self) -> str:
-        """Return the help: description, usage, flags by group, and examples."""
+        """Return the help: description, usage, flags by group with those of every command last, and examples."""
         formatter = self._get_formatter()
         formatter.add_text(self.description)
         formatter.add_text(self.format_usage())
-        # The flags that every command has come last.
         for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
             formatter.start_section(group.title)
             formatter.add_text(group.description)
-            for each in group._group_actions:
-                # Sub-commands are listed one by one, without a line for their choice.
-                formatter.add_arguments(each._get_subactions() if _is_choice(each) else [each])
+            formatter.add_arguments(group._group_actions)
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
-
-    def _needed(self) -> Iterator[str]:
-        yield from (self._value_of(each) for each in self._actions if not each.option_strings)
-        flags = [each for each in self._actions if each.option_strings]
-        yield from (self._flag_with_value(each) for each in flags if each.required)
-        for group in self._mutually_exclusive_groups:
-            if group.required:
-                yield f"({' | '.join(self._flag_with_value(each) for each in group._group_actions)})"
-        may_follow = [each for each in self._actions if _is_choice(each) or (each.option_strings and not each.required)]
-        if any(not isinstance(each, argparse._HelpAction) for each in may_follow):
-            yield "[flags]"
-
-    def _flag_with_value(self, action: argparse.Action) -> str:
-        name = next((each for each in action.option_strings if each.startswith("--")), action.option_strings[0])
-        return f"{name} {self._value_of(action)}".rstrip()
-
-    def _value_of(self, action: argparse.Action) -> str:
-        if _is_choice(action):
-            return str(action.metavar)
-        default = action.dest.upper() if action.option_strings else action.dest
-        return self._get_formatter()._format_args(action, default)
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -257,32 +240,11 @@ class _HelpFormatter(argparse.HelpFormatter):
         # A flag is not broken at a dash.
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        # Once is enough for a value that all spellings take.
-        return f"{', '.join(action.option_strings)} {self._format_args(action, action.dest.upper())}"
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = []
-
-        def is_verbatim(line: str) -> bool:
-            return not line.strip() or line.startswith((" ", "usage: "))
-
-        for verbatim, lines in groupby(textwrap.dedent(text).strip("\n").splitlines(), key=is_verbatim):
-            if verbatim:
-                parts += [f"{indent}{line}".rstrip() for line in lines]
-            else:
-                words = " ".join(lines)
-                parts.append(
-                    textwrap.fill(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-                )
-        return "\n".join(parts)
-
-
-def _is_choice(action: argparse.Action) -> TypeGuard["argparse._SubParsersAction[CommandParser]"]:
-    """Whether an action is the choice of a sub-command."""
-    return isinstance(action, argparse._SubParsersAction)
+        lines = textwrap.dedent(text).strip("\n").splitlines()
+        blocks = groupby(lines, key=lambda line: not line.strip() or line.startswith((" ", "usage: ")))
+        filled = (list(block) if verbatim else self._split_lines(" ".join(block), width) for verbatim, block in blocks)
+        return textwrap.indent("\n".join(line.rstrip() for block in filled for line in block), indent)
 
 
 STANDARD_OUTPUT = "-"

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.solve.cuts import CutGrid
-from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from examples.terapipe.hardware import cost_model_of, strategy_of
+from examples.terapipe.joint_program import TerapipeCut, TerapipeProblem
 from examples.terapipe.published import EQUAL_TOKEN_SLICES, SETTINGS, SWEEP, Setting
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.rank.token_slices import TabulatedCosts, solve_cut

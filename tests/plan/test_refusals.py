@@ -21,7 +21,7 @@ from deepspeed_ext.plan.schedules import fixed, gpipe, interleaved, one_f_one_b,
 from deepspeed_ext.plan.simulate import check_orders, simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices, parts_of_rank
-from deepspeed_ext.plan.solve import PolynomialCosts, TerapipeProblem, solve_stages, solve_token_slices
+from deepspeed_ext.plan.solve import PolynomialCosts, solve_stages, solve_token_slices
 from deepspeed_ext.plan.solve.cuts import CutGrid, DocumentCuts
 from deepspeed_ext.plan.solve.orders import optimise
 from deepspeed_ext.plan.text_files import MOST_LEVELS, check_values, parse_json, read_text, write_text
@@ -242,8 +242,6 @@ REFUSED: list[Row] = [
             SHAPE, 16, EVEN, schedule=fixed([order[::-1] for order in rank_orders(gpipe, SHAPE)])
         ),
     ),
-    ("of 2 sequences do not fill a batch of 3", lambda: TerapipeProblem.of({2: EVEN}, CutGrid(6), 3, 2, 1).solve()),
-    ("leaves 8192 places to cut 8192 tokens at", lambda: TerapipeProblem.of({1: EVEN}, CutGrid(8192), 1, 2, 1)),
     ("5 token slices of 100 tokens, each of at least 30", lambda: CutGrid(100, 1, 30).check_count(5)),
     # JSON and files
     *rows("f is not JSON", parse_json, "", "9" * 5000, "[" * 100_000, described="f"),

@@ -6,8 +6,8 @@ The trainer's `--token-slices auto`, the command `slices` and the finalists of `
 times of token slices up in tables (`TabulatedCosts`): solvers price thousands of cuts.
 
 For each number of token slices balanced cuts and the formula of gpipe give an estimate. Of the most promising
-numbers gpipe's exact cut (`plan.solve.terapipe`) is simulated with the schedule that runs, and the best of those are
-searched further: tokens move between token slices as long as the simulated step gets shorter
+numbers the cut that is best for gpipe is simulated with the schedule that runs, and the best numbers are searched
+further: tokens move between token slices as long as the simulated step gets shorter
 (`plan.solve.token_slices`). The results are priced by the cost model like any other strategy. The answer depends only
 on the arguments, not on time.
 """
@@ -26,9 +26,8 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, memory_of_1f1b, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts
+from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts, bounds_of
 from deepspeed_ext.plan.solve.problem import Numbers
-from deepspeed_ext.plan.solve.terapipe import TerapipeProblem
 from deepspeed_ext.plan.solve.token_slices import CutEvaluation, FixedSchedule, OptimisedOrders, search_cuts
 from megatron_terapipe.config.pipeline import granularity_of
 from megatron_terapipe.errors import ConfigError
@@ -176,14 +175,12 @@ NUM_SEARCHED = 3  # numbers of token slices that are searched further; the other
 EFFORT = 0.04  # effort of each search, in the unit of `plan.solve.token_slices`
 
 SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
-"""Shares of attention for which cuts are balanced, to estimate a number of token slices."""
+"""Shares of attention for which cuts are balanced, to estimate a number of token slices and to begin a search."""
 
 OPTIMISED_EFFORT = 0.1  # effort for an `optimised` schedule, each cut of which takes several list schedules
 
 OPTIMISED_ROUNDS = 2
 """Micro-batches of each rank with which cuts for an `optimised` schedule are compared: enough to fill and to drain."""
-
-TOLERANCE = 0.01  # how far gpipe's cut may be from the best for gpipe, relative: it is where the search begins
 
 
 class PricedCut(NamedTuple):
@@ -295,20 +292,17 @@ class _Solver:
         self._schedule = None if strategy.schedule == OPTIMISED else schedule_named(strategy.schedule)
         self._tabulated = cache(partial(TabulatedCosts.of, cost_model, strategy))
         """Times of a grid, made once; so are the others."""
-        self._problem, self._evaluation = cache(self._problem_of), cache(self._evaluation_of)
+        self._for_gpipe, self._evaluation = cache(self._best_for_gpipe), cache(self._evaluation_of)
         self.refusal = ""
         """Why the last number was refused; empty = none was."""
 
     def sketched_s(self, count: int) -> float | None:
         """About the makespan of the best cut; None if so many token slices do not fit."""
-        grid = self._grid(count)
         try:
-            cuts = {grid.balanced(count, attention) for attention in SKETCHED}
+            return self._for_gpipe(count)[0]
         except PlanError as error:
             self.refusal = f" ({error})"
             return None
-        problem = self._problem(grid)
-        return min(problem.makespan(1, cut) for cut in cuts)
 
     def simulated(self, counts: Sequence[int]) -> dict[int, Judged]:
         """The better of equal lengths and gpipe's best, for each number that the sequence and the schedule allow."""
@@ -317,7 +311,7 @@ class _Solver:
             grid = self._grid(count)
             try:
                 cuts = {TokenSlices.uniform(grid.seq_length, count, granularity=grid.granularity)}
-                cuts.add(self._for_gpipe(count))
+                cuts.add(self._for_gpipe(count)[1])
                 evaluation = self._evaluation(count)
             except PlanError as error:
                 self.refusal = f" ({error})"
@@ -359,15 +353,21 @@ class _Solver:
         fewer = replace(shape, num_micro_batches=min(shape.num_micro_batches, OPTIMISED_ROUNDS * shape.num_ranks))
         return OptimisedOrders(fewer, costs, memory_limit=limit, transfer=transfer)
 
-    def _problem_of(self, grid: CutGrid) -> TerapipeProblem:
+    def _best_for_gpipe(self, count: int) -> Judged:
+        """The balanced cut that is best for gpipe, by TeraPipe's formula (arXiv 2102.07988, equation 5).
+
+        All ops of the busiest rank one after the other, and the longest forward and backward once for each other rank.
+        """
+        grid = self._grid(count)
         strategy = self._strategy
         # A rank with several model chunks passes every micro-batch as often.
         passes, ranks = strategy.num_micro_batches * strategy.num_model_chunks, strategy.pipeline_parallel_size
         costs = self._tabulated(grid).busiest_and_others(ranks)
-        return TerapipeProblem.of({1: costs}, grid, passes, 2, ranks - 1)
 
-    def _for_gpipe(self, count: int) -> TokenSlices:
-        grid = self._grid(count)
-        grid.check_count(count)
-        solved = self._problem(grid).solve(count, equal_sizes=True, tolerance=TOLERANCE)
-        return solved.micro_batches[0][1]
+        def makespan(cut: TokenSlices) -> float:
+            busiest, others = costs(range(2), *bounds_of(cut)).swapaxes(0, 1)
+            longest = others[0].max() + (others[1] + others[2]).max()
+            return float(passes * busiest.sum() + (ranks - 1) * longest)
+
+        cuts = dict.fromkeys(grid.balanced(count, attention) for attention in SKETCHED)
+        return min(((makespan(cut), cut) for cut in cuts), key=itemgetter(0))

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve.cuts import CutGrid, PolynomialCosts, op_costs
-from deepspeed_ext.plan.solve.terapipe import TerapipeProblem
+from examples.terapipe.joint_program import TerapipeProblem
 from tests.plan.solve.cuts import all_cuts
 
 SEQ_LENGTH = 6
@@ -141,3 +142,9 @@ def test_with_a_tolerance_it_is_that_near(seq_length, num_stages, sizes):
 def test_times_of_zero_are_solved():
     free = PolynomialCosts(np.zeros((3, 2, 3)))
     assert problem_of(lambda size: free, CutGrid(32, 8), 2, 2, (1, 2)).solve().makespan == 0
+    for message, grid in (
+        ("of 2 sequences do not fill a batch of 3", CutGrid(6)),
+        ("leaves 8192 places", CutGrid(8192)),
+    ):
+        with pytest.raises(PlanError, match=message):
+            problem_of(lambda size: free, grid, 3, 2, (2,)).solve()
