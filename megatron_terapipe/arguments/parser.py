@@ -400,18 +400,18 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def notices(line: CommandLine, config: Config) -> Iterator[str]:
-    """Yield the lines that rank 0 prints at the start."""
+def notices(line: CommandLine, values: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield the lines that rank 0 prints at the start, about a command line and the values of all its sources."""
     owners = {name: foreign_flags().flags[name].without for name in line.idle}
     if operation := [name for name, owner in owners.items() if not owner]:
         yield f"These flags concern operation only and have no effect here: {', '.join(operation)}"
-    missing = {name: owner for name, owner in owners.items() if owner and owner not in map(flag, line.given)}
+    missing = {name: owner for name, owner in owners.items() if owner and owner not in map(flag, values)}
     if others := [f"{name} ({owner})" for name, owner in missing.items()]:
         yield f"These flags have no effect without another one (in brackets): {', '.join(others)}"
     differing = [
         f"{flag(name)} {default_of(name):g} (there {theirs:.10g})"
         for name, (theirs, trains) in OTHER_DEFAULTS.items()
-        if trains is not None and name not in line.given and trains(config)
+        if trains is not None and name not in values and trains(config)
     ]
     if config.model.moe_expert_capacity_factor is not None and "--moe-token-drop-policy" not in line.idle:
         differing.append("--moe-token-drop-policy position (there probs)")

@@ -145,8 +145,9 @@ DENSE = (("--num-experts", "0"), ("--num-experts", "1"))
 """Flags, with values, of a dense model in Megatron-LM and Megatron-DeepSpeed."""
 
 
-def take_megatron_meaning(given: dict[str, Any]) -> None:
-    """Replace values of a command line by those that have their meaning here."""
+def normalize_flags(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a command line, with Megatron's replaced by those that have their meaning here."""
+    given = dict(typed)
     if given.get("num_experts") in (0, 1):
         for each in fields(ExpertSettings):
             given.pop(each.name, None)
@@ -162,9 +163,10 @@ def take_megatron_meaning(given: dict[str, Any]) -> None:
                 )
         given["position_embedding_type"] = "rope"
         given.setdefault("rotary_original_length", 4096)  # Megatron's default.
+    return given
 
 
-def in_our_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_spellings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of fields of ours, with those that follow from `Spellings`."""
     names = {each.name for each in fields(Spellings)}
     spellings = Spellings(**{name: value for name, value in given.items() if name in names})

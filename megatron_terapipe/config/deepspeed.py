@@ -1,16 +1,14 @@
 """DeepSpeed's own settings: the section, the file that `--deepspeed-config` names, and the fields that it sets.
 
 SETTINGS          settings of a DeepSpeed file that are fields of ours, too
-DeepSpeedValues   values that a file gives to fields that no flag sets
+DeepSpeedFile     the values that a file gives to these fields
 """
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_terapipe.config.options import check, flag, option
 from megatron_terapipe.config.parsing import read_json
@@ -76,13 +74,17 @@ KINDS: Mapping[type[Any], str] = MappingProxyType(
 """Types of settings, in words."""
 
 
-def _typed(value: Any, kind: type[Any]) -> Any:
-    """Return a value of a file as one of a type; raise ValueError with the words for the type if it has another."""
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ValueError(KINDS[kind])
-    return value
+def _of_type(kind: type[Any], convert: Callable[[Any], Any] = lambda value: value) -> Callable[[Any], Any]:
+    """Return a reader of values of a type; a whole number is a number, too."""
+
+    def read(value: Any) -> Any:
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(KINDS[kind])
+        return convert(value)
+
+    return read
 
 
 def _power(exponent: int) -> float:
@@ -94,42 +96,38 @@ def _power(exponent: int) -> float:
 def _two_numbers(values: list[Any]) -> tuple[float, ...]:
     if len(values) != 2:
         raise ValueError(KINDS[list])
-    return tuple(_typed(each, float) for each in values)
+    return tuple(map(_number, values))
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A setting that is decided by fields of ours."""
+_whole, _number, _switch = _of_type(int), _of_type(float), _of_type(bool, lambda on: on or None)
+
+
+class Setting(NamedTuple):
+    """A row of `SETTINGS`."""
 
     field: str
-    """The field; several have commas between them."""
+    """The field that decides it; several have commas between them."""
 
-    kind: type[Any] | None = None
-    """Type of its values; None if the file cannot set the field."""
-
-    convert: Callable[[Any], Any] = lambda value: value
-    """Value of the field by the value of the setting; None = the setting sets nothing."""
+    read: Callable[[Any], Any] | None = None
+    """Value of the field by the value of the setting, several in a tuple; None = the setting sets nothing. It raises
+    ValueError with the kind of value that the setting takes. None = the file cannot set the field."""
 
     decided_by: str = ""
     """Flag that decides it, if that is not the flag of the field."""
 
     @property
-    def fields(self) -> list[str]:
-        """The fields."""
-        return self.field.split(",")
-
-    @property
     def flags(self) -> str:
         """Flags that decide it, in words."""
-        return self.decided_by or " or ".join(map(flag, self.fields))
+        return self.decided_by or " or ".join(map(flag, self.field.split(",")))
 
-    def read(self, value: Any) -> dict[str, Any]:
-        """Return the values of the fields; raises ValueError with the kind of value that the setting takes."""
-        if self.kind is None:
-            return {}
-        ours = self.convert(_typed(value, self.kind))
-        values = ours if isinstance(ours, tuple) else (ours,)
-        return {} if ours is None else dict(zip(self.fields, values, strict=True))
+    def values(self, value: Any) -> dict[str, Any]:
+        """Return the values of the fields."""
+        ours = None if self.read is None else self.read(value)
+        return (
+            {}
+            if ours is None
+            else dict(zip(self.field.split(","), ours if isinstance(ours, tuple) else (ours,), strict=True))
+        )
 
 
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd"}
@@ -137,32 +135,32 @@ _ZERO = ("reduce_bucket_size", "allgather_bucket_size", "reduce_scatter", "conti
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
-        "train_batch_size": Setting("global_batch_size", int),
-        "train_micro_batch_size_per_gpu": Setting("micro_batch_size", int),
-        "gradient_accumulation_steps": Setting("gradient_accumulation_steps", int, decided_by="--global-batch-size"),
-        "sequence_parallel_size": Setting("ds_sequence_parallel_size", int),
-        "gradient_clipping": Setting("clip_grad", float),
-        "zero_optimization.stage": Setting("zero_stage", int, lambda stage: 1 if stage in (2, 3) else stage),
+        "train_batch_size": Setting("global_batch_size", _whole),
+        "train_micro_batch_size_per_gpu": Setting("micro_batch_size", _whole),
+        "gradient_accumulation_steps": Setting("gradient_accumulation_steps", _whole, "--global-batch-size"),
+        "sequence_parallel_size": Setting("ds_sequence_parallel_size", _whole),
+        "gradient_clipping": Setting("clip_grad", _number),
+        "zero_optimization.stage": Setting("zero_stage", _of_type(int, lambda stage: 1 if stage in (2, 3) else stage)),
         **{f"zero_optimization.{name}": Setting(f"zero_{name}") for name in _ZERO},
-        "bf16.enabled": Setting("bf16", bool, lambda on: on or None),
-        "fp16.enabled": Setting("fp16", bool, lambda on: on or None),
+        "bf16.enabled": Setting("bf16", _switch),
+        "fp16.enabled": Setting("fp16", _switch),
         # In DeepSpeed 0 stands for a scale that adapts.
-        "fp16.loss_scale": Setting("loss_scale", float, lambda scale: scale or None),
-        "fp16.initial_scale_power": Setting("initial_loss_scale", int, _power),
-        "fp16.loss_scale_window": Setting("loss_scale_window", int),
-        "fp16.hysteresis": Setting("hysteresis", int),
-        "fp16.min_loss_scale": Setting("min_loss_scale", float),
+        "fp16.loss_scale": Setting("loss_scale", _of_type(float, lambda scale: scale or None)),
+        "fp16.initial_scale_power": Setting("initial_loss_scale", _of_type(int, _power)),
+        "fp16.loss_scale_window": Setting("loss_scale_window", _whole),
+        "fp16.hysteresis": Setting("hysteresis", _whole),
+        "fp16.min_loss_scale": Setting("min_loss_scale", _number),
         "data_types.grad_accum_dtype": Setting(
-            "accumulate_allreduce_grads_in_fp32", str, lambda dtype: True if dtype == "fp32" else None
+            "accumulate_allreduce_grads_in_fp32", _of_type(str, lambda dtype: True if dtype == "fp32" else None)
         ),
         "pipeline.token_slices": Setting("token_slices"),
         "pipeline.schedule": Setting("pipeline_schedule"),
-        "optimizer.type": Setting("optimizer", str, lambda name: _OPTIMIZERS.get(name.lower())),
-        "optimizer.params.lr": Setting("lr", float),
-        "optimizer.params.betas": Setting("adam_beta1,adam_beta2", list, _two_numbers),
-        "optimizer.params.eps": Setting("adam_eps", float),
-        "optimizer.params.weight_decay": Setting("weight_decay", float),
-        "optimizer.params.momentum": Setting("sgd_momentum", float),
+        "optimizer.type": Setting("optimizer", _of_type(str, lambda name: _OPTIMIZERS.get(name.lower()))),
+        "optimizer.params.lr": Setting("lr", _number),
+        "optimizer.params.betas": Setting("adam_beta1,adam_beta2", _of_type(list, _two_numbers)),
+        "optimizer.params.eps": Setting("adam_eps", _number),
+        "optimizer.params.weight_decay": Setting("weight_decay", _number),
+        "optimizer.params.momentum": Setting("sgd_momentum", _number),
     }
 )
 """Each setting that fields of ours decide, by its name with dots."""
@@ -210,14 +208,14 @@ def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedValues:
-    """Values that a DeepSpeed file gives to our fields; those that contradict flags are refused before the run."""
+class DeepSpeedFile:
+    """Fields of ours that a DeepSpeed file sets; settings that contradict flags are refused before the run."""
 
-    path: str | None
+    path: str | None = None
     """The file; None if there is none."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Value of each field that only the file sets."""
+    """Value of each field that it sets."""
 
     set_by: Mapping[str, str] = field(default_factory=dict)
     """Name of the setting, by field."""
@@ -226,10 +224,10 @@ class DeepSpeedValues:
     """Settings that are switched on and have no effect here, each with the reason."""
 
     @classmethod
-    def read(cls, path: str | None, given: Mapping[str, Any]) -> "DeepSpeedValues":
-        """Read a file, if there is one; `given` are the values of fields from flags and other files."""
+    def read(cls, path: str | None) -> "DeepSpeedFile":
+        """Read a file, if there is one."""
         if path is None:
-            return cls(path=None)
+            return cls()
         settings = read_deepspeed_settings(path)
         values: dict[str, Any] = {}
         set_by: dict[str, str] = {}
@@ -238,33 +236,13 @@ class DeepSpeedValues:
             if value is None:
                 continue
             try:
-                found = setting.read(value)
+                found = setting.values(value)
             except ValueError as error:
                 wrong = f"{FLAG} {path} sets {name} to {json.dumps(value)}, not to {error}: fix it"
                 raise ConfigError(wrong) from None
-            values |= {each: part for each, part in found.items() if each not in given}
+            values |= found
             set_by |= dict.fromkeys(found, name)
-        if "global_batch_size" in {*given, *values}:
-            # The number of micro-batches follows from it.
-            values.pop("gradient_accumulation_steps", None)
         idle = [f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(setting_of(settings, name))]
         stage = setting_of(settings, "zero_optimization.stage")
         idle += [f"zero_optimization.stage {stage} ({RUN_UNDER_ZERO_1})"] if stage in (2, 3) else []
         return cls(path=path, values=values, set_by=set_by, without_effect=tuple(idle))
-
-    @contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """Name the setting in an error about a field that the file sets, as its flag is not on the command line."""
-        try:
-            yield
-        except ConfigError as error:
-            flags = {name: rf"{flag(name)}(?![\w-])" for name in self.values}
-            named = [self.set_by[name] for name, pattern in flags.items() if re.search(pattern, str(error))]
-            if not named:
-                raise
-            raise ConfigError(f"{error} ({FLAG} {self.path} sets {', '.join(named)})") from None
-
-    def notices(self) -> Iterator[str]:
-        """Yield a line about settings without effect."""
-        if self.without_effect:
-            yield f"These settings of {FLAG} {self.path} have no effect here: {'; '.join(self.without_effect)}"

@@ -153,7 +153,7 @@ def resolve_recurrences(settings: RecurrenceSettings, *, num_layers: int, hidden
     if pattern is not None:
         symbols, bounds = pattern_and_stages(pattern)
         object.__setattr__(settings, "hybrid_layer_pattern", symbols)
-        _check_pattern(settings, symbols, bounds, num_layers)
+        _check_pattern(settings, pattern, bounds, num_layers)
         if "M" in symbols:
             if settings.mamba_num_heads is None and 2 * hidden_size % settings.mamba_head_dim:
                 raise ConfigError(
@@ -173,21 +173,23 @@ def resolve_recurrences(settings: RecurrenceSettings, *, num_layers: int, hidden
         )
 
 
-def _check_pattern(settings: RecurrenceSettings, symbols: str, bounds: tuple[int, ...], num_layers: int) -> None:
+def _check_pattern(settings: RecurrenceSettings, text: str, bounds: tuple[int, ...], num_layers: int) -> None:
+    """Check a pattern, as it was typed, against the other settings."""
+    symbols = settings.hybrid_layer_pattern or ""
     if bounds:
         raise ConfigError(
-            f"{PATTERN_FLAG} draws stages, which are no part of a model: give {symbols}, and "
+            f"{PATTERN_FLAG} {text} draws stages, which are no part of a model: give {symbols}, and "
             f"--stage-partition {','.join(map(str, bounds))}"
         )
     if num_layers != len(symbols):
         raise ConfigError(
-            f"{PATTERN_FLAG} {symbols} has {len(symbols)} layers, and --num-layers is {num_layers}: drop the latter"
+            f"{PATTERN_FLAG} {text} has {len(symbols)} layers, and --num-layers is {num_layers}: drop the latter"
         )
     if settings.linear_attention_freq is not None:
         raise ConfigError(f"{PATTERN_FLAG} names every layer: drop --linear-attention-freq")
     if ("E" in symbols) != (settings.num_experts is not None):
         if settings.num_experts is None:
-            raise ConfigError(f"{PATTERN_FLAG} {symbols} has layers of experts: add --num-experts")
+            raise ConfigError(f"{PATTERN_FLAG} {text} has layers of experts: add --num-experts")
         raise ConfigError(
-            f"{PATTERN_FLAG} {symbols} has no layer for --num-experts {settings.num_experts}: add an E, or drop it"
+            f"{PATTERN_FLAG} {text} has no layer for --num-experts {settings.num_experts}: add an E, or drop it"
         )

@@ -198,6 +198,24 @@ def test_flags_and_a_strategy(tmp_path: Path) -> None:
         assert refusal(f"--strategy {path} {flag}").startswith(f"{flag} contradicts --strategy {path}, where it is ")
 
 
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("--strategy {}", "stages or less (--pipeline-model-parallel-size from --strategy {})"),
+        ("--pipe-parallel-size 5", "stages or less (--pipeline-model-parallel-size from --pipe-parallel-size)"),
+        ("--pipeline-model-parallel-size 5", "stages or less"),
+        ("--model-preset llama3.1-8b", "its divisors (--num-key-value-heads from --model-preset llama3.1-8b)"),
+        (
+            "--hybrid-layer-pattern M-*|M --mamba-head-dim 16 --pipeline-model-parallel-size 3",
+            "the end (--stage-partition from --hybrid-layer-pattern M-*|M)",
+        ),
+    ],
+)
+def test_an_error_names_the_source_of_a_value_that_was_not_typed(words: str, end: str, tmp_path: Path) -> None:
+    path = strategy_file(tmp_path, pipeline_parallel_size=5)
+    assert refusal(words.format(path)).endswith(end.format(path))
+
+
 def test_unreadable_strategy_file(tmp_path: Path) -> None:
     assert refusal(f"--strategy {tmp_path}/none.json").startswith(f"--strategy {tmp_path}/none.json cannot be read (No")
     (tmp_path / "broken.json").write_text('{"zero_stage": 0, "zero_stage": 1}')

@@ -31,12 +31,16 @@ def of_file(directory: Path, file: object, words: str) -> Config:
             {"fp16": {"enabled": True, "hysteresis": 2}},
             "fp16.hysteresis to 2|--hysteresis makes",
         ),
-        ("--fp16", {"bfloat16": {"enabled": True}}, "--fp16 and --bf16|(--deepspeed-config FILE sets bf16.enabled)"),
+        (
+            "--fp16",
+            {"bfloat16": {"enabled": True}},
+            "--fp16 and --bf16|(--bf16 from bf16.enabled of --deepspeed-config FILE)",
+        ),
         ("--zero-stage 0", {"zero_optimization": {"stage": 3}}, "zero_optimization.stage to 3|--zero-stage makes it 0"),
         (
             "",
             {"zero_optimization": {"stage": 4}},
-            "--zero-stage 4|(--deepspeed-config FILE sets zero_optimization.stage)",
+            "--zero-stage 4|(--zero-stage from zero_optimization.stage of --deepspeed-config FILE)",
         ),
         (
             "--use-distributed-optimizer",

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_terapipe.arguments.spellings import in_our_fields, layout_stages
+from megatron_terapipe.arguments.spellings import layout_stages, resolve_spellings
 from megatron_terapipe.errors import ConfigError
 
 EACH, LAYOUT = "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"
@@ -14,7 +14,7 @@ BOTH = {EMBEDDING: True, OUTPUT: True}
 
 
 def ours(num_layers: int, num_ranks: int, **given: Any) -> tuple[str | None, int | None]:
-    found = in_our_fields({"num_layers": num_layers, "pipeline_model_parallel_size": num_ranks, **given})
+    found = resolve_spellings({"num_layers": num_layers, "pipeline_model_parallel_size": num_ranks, **given})
     assert not found.keys() & {EACH, LAYOUT, FIRST, LAST, EMBEDDING, OUTPUT}
     return found.get("stage_partition"), found.get("num_model_chunks")
 
