@@ -1,7 +1,7 @@
 """Programs of others that write files in one folder only.
 
 Landlock is a part of Linux by which a process gives up rights for itself and for all processes that it starts; it needs
-no privileges. A PATH of harmless programs is no such bound: redirections are made by the shell itself.
+no privileges. A PATH of harmless programs is not such a bound: redirections are made by the shell itself.
 """
 
 import ctypes

@@ -234,7 +234,7 @@ def _of_all_ranks(clock: ProcessorClock) -> dict[Op, float]:
 
 
 def _batches(model: ModelConfig, starts: Sequence[Starts]) -> Iterator[Batch]:
-    """Micro-batches of random tokens with these documents, round and round."""
+    """Micro-batches of random tokens with these documents, over and over."""
     generator = torch.Generator().manual_seed(0)
     samples = torch.randint(0, model.vocab_size, (len(starts), 1, model.seq_length + 1), generator=generator)
     while True:

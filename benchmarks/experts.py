@@ -81,7 +81,7 @@ def parsed(
     print(
         f"{options.layers} layers, {options.seq_length} tokens, {options.experts} experts, {options.top_k} for a token"
     )
-    print(f"active FLOPs over those of the dense model: {flops['experts'] / flops['dense']:.4f}")
+    print(f"active FLOPs over the dense model's: {flops['experts'] / flops['dense']:.4f}")
     return options
 
 

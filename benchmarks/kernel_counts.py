@@ -9,7 +9,7 @@ the attention kernel for CUDA: operators that compute, without views and allocat
 which needs no GPU. Where a pointwise function is compiled, its kernels are the loops that torch's compiler leaves after
 fusion, which it does for CPUs and GPUs alike; with `--eager` its operators are counted.
 
-The last column is for gradients that add up in fp32: those of norms and biases are then left as they are, and added for
+The last column is for gradients that add up in fp32: of norms and biases they are then left as they are, and added for
 all layers of a stage in one call, which no layer is charged for.
 
 Kernels and memory traffic of each operator of a model, as `search.software.description` counts them.
@@ -157,7 +157,7 @@ class Counted:
     """Kernels and numbers, of one direction."""
 
     kernels: float
-    """Without those of products and attention."""
+    """Without products and attention."""
     numbers: float
     """Of the precision that layers compute in, read and written."""
     other_bytes: float

@@ -10,7 +10,7 @@ above the peak of the data sheet are refused, and counted. Fitted are these form
     a product    2 (K + depth) (R N + area) / (peak x share)
     attention    4 (pairs + fixed x rows) heads x head size / (peak x share) x (1 + waves x processors / tiles)
 
-`depth` and `area` are fitted to products of 1e10 FLOPs and more; `share` to those of 1e11 and more, as in training,
+`depth` and `area` are fitted to products of 1e10 FLOPs and more; `share` to products of 1e11 and more, as in training,
 where clocks are lower. Memory is the median of products of at most 16 rows, which read a weight of 400 MB and more
 once. Each framework is fitted separately; figures of a generation are geometric means over its devices and frameworks.
 Attention is the forward with heads of 128: inference has no backward. NCCL's collectives of 1 MiB and more in half

@@ -11,7 +11,7 @@ A small Llama trained on one long sequence: peak memory beside its closed form, 
 `memory` trains one step, once in each way, with a process for each of `--stages` (1): token slices with stages computed
 again; the same with gradients of keys and values in bf16; with tensors that are not read in a second buffer, in place
 of a host's memory; and whole sequences with every layer computed again. It counts the bytes of all tensors that torch
-allocates in the step, without those of weight gradients; the buffers of kernels are in the process only. `speed` trains
+allocates in the step, without weight gradients; the buffers of kernels are in the process only. `speed` trains
 on two ranks, with one token slice and with several, in turns. `mixers` does so for Mamba-2 and for attention in the
 same model, and counts the tensors that torch allocates in a step, in one that is not timed.
 

@@ -193,7 +193,7 @@ def attempts_of_scripts(origin: str, folders: Sequence[str], checkout: Path, cop
 
 
 def _run_where_it_works(script: Path, tree: Path, programs: Path) -> _Run:
-    """Run a script in its own folder and in that of the checkout; it assumes one or the other.
+    """Run a script in its own folder and in the checkout's; it assumes one or the other.
 
     It is where the file that `--deepspeed_config` names has been written.
     """
@@ -343,7 +343,7 @@ TESTS = "tests/functional_tests/test_cases"
 
 
 def attempts_of_megatron_lm(checkout: Path, folder: Path) -> Iterator[Attempt]:
-    """Yield the functional tests that pretrain a GPT, those of other models, then the scripts.
+    """Yield the functional tests that pretrain a GPT, tests of other models, then the scripts.
 
     Args:
         folder: an empty folder for copies.
@@ -366,7 +366,7 @@ def words_of(model_args: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words of a command, by the rules of Megatron's `_run_training.sh`.
 
     `true` is a flag without a value; a list in brackets is several words; any other value is one word. The number of
-    the repetition is that of the first.
+    the repetition is the first's.
     """
     merged = model_args.get("<<", {})
     for flag, value in {**merged, **model_args}.items():
@@ -401,7 +401,7 @@ DATA = frozenset({"data_path", "train_data_paths"})
 def attempts_of_gpt_neox(checkout: Path, folder: Path) -> Iterator[Attempt]:
     """Yield every model, with the settings that its file leaves open from NeoX's own files for these.
 
-    The number of processes is that of one replica of the model.
+    As many processes as one replica of the model has.
     """
     configs = checkout / "configs"
     training, places = (_settings_of(configs / name) for name in (TRAINING, PLACES))

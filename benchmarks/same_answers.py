@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     name: str
     words: tuple[str, ...]
-    """Arguments of Python; `{work}` is a folder with the strategies, `{trials}` and `{amp}` those of the flags, `{out}`
+    """Arguments of Python; `{work}` is a folder with the strategies, `{trials}` and `{amp}` from the flags, `{out}`
     a file that the command writes instead of printing its JSON."""
     is_timed: bool = False
     """Whether the figures are times of this machine: then only their names are compared."""
@@ -124,7 +124,7 @@ def answer(checkout: Path, case: Case, places: Mapping[str, str]) -> object:
 
 
 def names_of(document: object) -> object:
-    """Return the names of a JSON value's figures, those of the first entry of each list."""
+    """Return the names of a JSON value's figures, of each list its first entry's."""
     if isinstance(document, dict):
         return {key: names_of(value) for key, value in document.items()}
     return [names_of(each) for each in document[:1]] if isinstance(document, list) else type(document).__name__

@@ -28,7 +28,7 @@ from megatron_terapipe.config.pipeline import balanced_token_slices
 
 @dataclass(frozen=True)
 class Setup:
-    """A schedule that the ranks of one process group run. `orders` are those of a schedule that a solver found."""
+    """A schedule that the ranks of one process group run. `orders` were found by a solver."""
 
     name: str
     ranks: int

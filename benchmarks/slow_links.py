@@ -298,7 +298,7 @@ def _bytes_of_layers(engine: Any) -> list[int]:
 
 
 def _seconds_per_byte(engine: Any, hidden: int) -> float:
-    """Seconds per byte of an all-reduce of one layer on the link, the ranks of one stage after those of the other."""
+    """Seconds per byte of an all-reduce of one layer on the link, the ranks of one stage after the other's."""
     message, group = torch.zeros(12 * hidden * hidden), engine.grid.get_data_parallel_group()
     seconds = []
     for stage in range(STAGES):

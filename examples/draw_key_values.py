@@ -67,7 +67,7 @@ def picture() -> str:
     ]
     title = "Keys and values of four token slices, and their gradients"
     said = (
-        "In the forward each token slice writes its keys and values and reads those of all before it. In the backward "
+        "In the forward each token slice writes its keys and values and reads all before them. In the backward "
         "each adds to the gradients of all before it, and completes its own."
     )
     return document(body, width, height, title, said)

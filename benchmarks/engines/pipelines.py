@@ -63,7 +63,7 @@ class Job:
     """Micro-batches of a step, each with data of its own."""
     micro_batch_size: int
     cores: frozenset[int]
-    """Those of this machine that the ranks share."""
+    """Cores of this machine that the ranks share."""
 
     def samples(self) -> Tensor:
         """Token ids of the step, the same in each step and on each rank: [sequences, N + 1]."""
@@ -87,7 +87,7 @@ class Engine:
     """An engine on this rank."""
 
     weights: Mapping[str, nn.Parameter]
-    """Those of this rank, by the number of their layer and their name in it."""
+    """Parameters of this rank, by the number of their layer and their name in it."""
     optimizer: torch.optim.Optimizer
     """Steps once in each step of the engine, and then has gradients that are means over the micro-batches."""
     step: Callable[[], float | None]

@@ -257,7 +257,7 @@ def _compared(measured: Measured, step: Step, expected: Step) -> Measured:
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float]:
-    """Seconds until all ranks are through a step, and those of the processors."""
+    """Seconds until all ranks are through a step, and seconds of the processors."""
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
     step()

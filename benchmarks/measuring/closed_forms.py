@@ -1,4 +1,4 @@
-"""Closed forms of activation memory, to compare measured bytes and those of the search's memory model with."""
+"""Closed forms of activation memory, to compare measured bytes and the search's memory model with."""
 
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.layers import BlockShape

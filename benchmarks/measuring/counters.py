@@ -86,7 +86,7 @@ UPDATES = {"_fused_adamw_": ("self", "exp_avgs", "exp_avg_sqs")}
 
 READ_TWICE = {"native_layer_norm_backward": 2}
 """Operators that are two kernels on CUDA: how many of their first arguments both of them read. Layer norm has one for
-the gradient of its input and one for those of its weights (`aten/src/ATen/native/cuda/layer_norm_kernel.cu`)."""
+the gradient of its input and one for its weights (`aten/src/ATen/native/cuda/layer_norm_kernel.cu`)."""
 
 
 CASTS_INPUT = {"_softmax", "_log_softmax"}

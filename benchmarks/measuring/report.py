@@ -83,7 +83,7 @@ LOOPBACK = {
     "NCCL_MAX_P2P_NCHANNELS": "1",
     "NCCL_MAX_CTAS": "1",
 }
-"""Ranks with another host name each send over the network; that of this host is enough."""
+"""Ranks with another host name each send over the network; this host's is enough."""
 
 SHARINGS = (
     # NCCL refuses two ranks with one device on one host (init.cc, initTransportsRank): until 2.29 by bus, then by UUID.

@@ -116,7 +116,7 @@ def our_engine(
         optimizer: makes the optimizer; None for SGD.
         clip: norm that gradients are clipped at; 0 = never.
         documents: reads off a micro-batch where its documents begin; None if it has one in each row.
-        cut_by_documents: gives each micro-batch its token slices; None for those of all.
+        cut_by_documents: gives each micro-batch its token slices; None for the same of all.
     """
     layout = ParallelLayout(
         data_parallel_size=data_parallel_size,

@@ -78,7 +78,7 @@ Table = tuple[tuple[float, ...], ...]
 """A time per stage and token slice: `table[stage][token_slice]`."""
 
 LEAST_SHARE = 1e-9
-"""Time of an op that takes none, in that of the longest op, where ops are put in the order of their times."""
+"""Time of an op that takes none, as a share of the longest op's, where ops are put in the order of their times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class OpCosts:
     """Time from the end of an op until its neighbour may start on the result, as one number: a latency, under which any
     number of messages can be on their way. Or in full: latency, bandwidth and bytes."""
     reductions: Table | None = None
-    """Per stage, times to sum its gradients over data-parallel ranks, in pieces: the last layer's, or that of the last
-    few, first. None where there is but one replica."""
+    """Per stage, times to sum its gradients over data-parallel ranks, in pieces: the first is of the last layer, or
+    the last few. None where there is but one replica."""
 
     @classmethod
     def uniform(
@@ -252,7 +252,7 @@ def attention_costs(
     BW = (1 - rho) (end - start)                                    attention has no weights
 
     In a sliding window of w of the sequence, a token at x attends to min(x, w). The squares are then the integral of
-    2 min(x, w), in shares of that of a whole sequence, so that rho stays the share of attention.
+    2 min(x, w), as a share of the integral over a whole sequence, so that rho stays the share of attention.
 
     Args:
         shape: of the pipeline. With V model chunks each stage takes 1/V of a rank's time.
@@ -273,7 +273,7 @@ def attention_costs(
     bounds = list(pairwise(length / whole for length in accumulate(lengths, initial=0.0)))
 
     def attended(end: float) -> float:
-        """Positions that all tokens before `end` attend to, in those of a whole sequence."""
+        """Positions that all tokens before `end` attend to, as a share of those in a whole sequence."""
         # The integral of min(x, reach) from 0 to `end`, twice.
         inside, beyond = min(end, reach), max(end - reach, 0.0)
         return (inside**2 + 2 * reach * beyond) / (reach**2 + 2 * reach * (1 - reach))

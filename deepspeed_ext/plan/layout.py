@@ -131,7 +131,7 @@ class ParallelLayout:
     def groups(self, axis: str) -> list[list[int]]:
         """Rank lists that differ only in `axis`: the communication groups of that axis.
 
-        `expert` are the ranks that share experts, and `expert_copies` those of a stage with the same experts.
+        `expert` are the ranks that share experts, `expert_copies` the ranks of a stage with the same experts.
         """
         size, stage = self.expert_parallel_size, self.ranks_of_a_stage
         if axis == "expert":
@@ -186,7 +186,7 @@ class StagePartition:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it is that of `uniform`."""
+        """Whether it equals `uniform`."""
         return self.num_stages <= self.num_layers and self == self.uniform(self.num_layers, self.num_stages)
 
     @property

@@ -307,8 +307,8 @@ class _OwnTimes(OpCosts):
 def measured_costs(steps: Sequence[Timeline], average: Callable[[Sequence[float]], float] = median) -> OpCosts:
     """Return the times of ops per stage and token slice: medians over micro-batches and steps, or another average.
 
-    Where a stage ran some backwards whole and others in two parts, those in parts give the cost of each part; where it
-    ran none in parts for some token slice, the whole is divided as those of all others are.
+    Where a stage ran some backwards whole and others in two parts, the parts give their own costs; where it ran none in
+    parts for some token slice, the whole is divided as all other backwards are.
     """
     shape = steps[0].shape
     times = _durations(steps, lambda span: (span.op.kind, span.op.stage, span.op.token_slice))

@@ -5,17 +5,17 @@ For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time
     activations         [=== token slice 0 =================]     from the start of F0 to the end of its B or BW
                             [=== token slice 1 ========]          likewise; a share of it may go with BI already
     keys and values     [=== of the whole sequence =========]     from the first forward to the last input gradient
-    their gradients                    [=== of the prefix ]       from the first input gradient; those of a token slice
+    their gradients                    [=== of the prefix ]       from the first input gradient; a token slice's part
                                                                   until its own input gradient
     states              [=== left by token slice 0 =====]         of layers that carry one: from F0 to B0 or BI0
     logits and loss     [=]  [=]                                  on the last stage, from F to BI or B, token slice by
                                                                   token slice; no more than a limit, if there is one
 
-Gradients of keys and values are there for the tokens before the last token slice; each backward frees those of its own
-token slice. With one token slice there are none.
+Gradients of keys and values are there for the tokens before the last token slice; each backward frees its own token
+slice's. With one token slice there are none.
 
 Where stages are recomputed, a forward keeps only their input, and the activations exist only during the backward. Where
-keys and values go to the host, those of each token slice are separate:
+keys and values go to the host, each token slice has its own:
 
     stage input         [=== of token slice 0 ==============]     from F0 to B0 or BI0
     activations                                         [===]     during B0, or from BI0 to BW0
@@ -81,7 +81,7 @@ class TokenBytes:
     `activation` is then computed again. None where forwards keep their activations."""
     state: tuple[float, ...] = ()
     """Per stage, states that a token slice leaves to the next one whatever its length, from its forward to its input
-    gradient; that of the last one is the gradient of the state that it reads. None are left where a sequence is one
+    gradient; the last one's is the gradient of the state that it reads. None are left where a sequence is one
     token slice. Empty without such layers."""
 
     @classmethod
@@ -98,7 +98,7 @@ class TokenBytes:
             raise PlanError(f"sizes have the unknown field {min(unknown)!r}: the fields are {', '.join(_FIELDS)}")
 
         def size(value: object, name: str) -> float:
-            return at_least_zero(value, f"sizes[{name!r}]", "is no size")
+            return at_least_zero(value, f"sizes[{name!r}]", "is not a size")
 
         def by_stage(name: str) -> tuple[float, ...]:
             entries = fields.get(name, 0.0)
@@ -115,7 +115,7 @@ class TokenBytes:
         logits, freed = (size(fields.get(name, 0.0), name) for name in _FIELDS[3:5])
         limit = size(fields["logits_limit"], "logits_limit") if "logits_limit" in fields else inf
         if freed > 1:
-            raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is no share: give 0 to 1")
+            raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is not a share: give 0 to 1")
         stage_input = by_stage("stage_input") if "stage_input" in fields else None
         if stage_input is not None and not isinstance(fields["stage_input"], list):
             stage_input = (0.0, *stage_input[1:])
@@ -277,7 +277,7 @@ def _key_value_changes(
 
 
 def _steps(changes: Iterable[tuple[float, float]]) -> StepFunction:
-    """Add changes up, those of one time in one step: an op starts with the room that the one before it left."""
+    """Add changes up, all of one time in one step: an op starts with the room that the one before it left."""
     steps: list[tuple[float, float]] = []
     held = 0.0
     for time, of_one_time in groupby(sorted(changes), key=itemgetter(0)):

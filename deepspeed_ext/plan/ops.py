@@ -59,7 +59,7 @@ weight gradients read tensors of the forward."""
 
 _TEXT_FORM = re.compile(r"([0-9]{1,9})([A-Z]+)([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _KINDS = {kind.value: kind for kind in OpKind} | {"I": OpKind.INPUT_GRADIENT, "W": OpKind.WEIGHT_GRADIENT}
-"""Kinds by their letters; `I` and `W` are those of schedules written for torch.distributed.pipelining."""
+"""Kinds by their letters; `I` and `W` are letters of torch.distributed.pipelining."""
 
 
 class Op(NamedTuple):
@@ -102,9 +102,9 @@ class Placement(StrEnum):
     """
 
     LOOPED = "looped"
-    """Round and round, as Megatron's interleaving."""
+    """Rank = stage modulo the number of ranks, as in Megatron's interleaving."""
     V = "v"
-    """There and back, so that the loss is where the tokens are (arXiv 2405.15362)."""
+    """The stages fold back, so that the loss is where the tokens are (arXiv 2405.15362)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class PipelineShape:
         return ", ".join(words)
 
     def to_fields(self) -> dict[str, Any]:
-        """The extents as JSON fields; those of model chunks only where there are several."""
+        """The extents as JSON fields; omits model chunks where there is one."""
         fields = asdict(self) | {"placement": self.placement.value}
         return fields if self.num_model_chunks > 1 else dict(islice(fields.items(), 3))
 

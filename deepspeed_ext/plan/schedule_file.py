@@ -120,6 +120,6 @@ def _shape_of(orders: Sequence[Sequence[Op]], numbers: Sequence[int]) -> Pipelin
     )
     raise PlanError(
         f"line {number}: op {op} is on rank {rank}, and stage {op.stage} of {num_stages} on {num_ranks} ranks is "
-        f"rank {shapes[0].rank_of(op.stage)}'s if stages go round and round (looped), "
-        f"rank {shapes[1].rank_of(op.stage)}'s if they go there and back (v): move it"
+        f"rank {shapes[0].rank_of(op.stage)}'s if rank = stage modulo {num_ranks} (looped), "
+        f"rank {shapes[1].rank_of(op.stage)}'s if the stages fold back (v): move it"
     )

@@ -13,8 +13,8 @@ Token slices of a micro-batch go forward first to last, because each attends to 
 it, and backward last to first, because each must first receive the gradients of its keys and values. Micro-batches
 go first to last both ways, in every schedule, so that gradients add up in the same order (ADR 0005).
 
-`zero-bubble` computes the gradient of the input (BI), which the stage before waits for, ahead of those of the weights
-(BW), which fill the time in which a stage would idle. B is both at once.
+`zero-bubble` computes the gradient of the input (BI), which the stage before waits for, ahead of the gradients of the
+weights (BW), which fill the time in which a stage would idle. B is both at once.
 
     zero-bubble  stage 0 | F0.0  F0.1  F1.0   .    BI0.1 BW0.1 F1.1  BI0.0 BW0.0 BI1.1 BW1.1 BI1.0 BW1.0
                  stage 1 |  .    F0.0  F0.1  BI0.1 F1.0  BI0.0 BW0.1 F1.1  BI1.1 BW0.0 BI1.0 BW1.1 BW1.0
@@ -130,7 +130,7 @@ def interleaved(shape: PipelineShape, rank: int) -> Iterator[Op]:
         return
     if shape.placement is not Placement.LOOPED:
         raise PlanError(
-            f"schedule 'interleaved' goes round and round, and the placement is {shape.placement.value!r}: "
+            f"schedule 'interleaved' needs the placement 'looped', and the placement is {shape.placement.value!r}: "
             "choose 'looped', or the schedule 'optimised'"
         )
     longest = len(next(_groups(shape)))
@@ -253,7 +253,7 @@ def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedFo
 
 
 def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
-    """Return the activations that 1f1b keeps on the first rank, counted in those of one whole micro-batch on it.
+    """Return the activations that 1f1b keeps on the first rank, in activations of one micro-batch on it.
 
     1f1b keeps P - 1 + S token slices in a row, from the first of a micro-batch on, or all that there are.
     """

@@ -177,11 +177,11 @@ class TokenSliceParts(TokenSlices):
 
     @property
     def seq_length(self) -> int:
-        """Tokens of the whole sequence, those of other ranks among them."""
+        """Tokens of the whole sequence, on all ranks."""
         return self.whole.seq_length
 
     def prefix_len(self, token_slice: int) -> int:
-        """Tokens before this rank's part of a token slice, those of other ranks among them."""
+        """Tokens before this rank's part of a token slice, on all ranks."""
         return self.whole.prefix_len(token_slice) + self.rank * self.lengths[token_slice]
 
     def bounds(self) -> Iterator[tuple[int, int]]:

@@ -31,7 +31,7 @@ class ProgressLine:
     """A line of progress on standard error, removed at the end; `shown`: None = if that is a terminal."""
 
     _bar: Any = None
-    """The line as rich draws it; None where standard error is no terminal."""
+    """The line as rich draws it; None where standard error is not a terminal."""
 
     def __init__(self, shown: bool | None = None) -> None:
         self._shown = sys.stderr is not None and sys.stderr.isatty() if shown is None else shown
@@ -141,7 +141,7 @@ def run_command(action: Callable[[], int]) -> int:
 def command_main(
     build_parser: Callable[[str], argparse.ArgumentParser], run: Callable[[argparse.Namespace, str], int], prog: str
 ) -> Callable[..., int]:
-    """Return the `main` of a command. It takes the words of the user (None = those of this process) and the program.
+    """Return the `main` of a command. It takes the words of the user (None = this process's) and the program.
 
     Args:
         build_parser: makes the parser, from the words that people type before the flags.
@@ -217,7 +217,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"{formatter.format_help().rstrip()} [flags]\n"
 
     def format_help(self) -> str:
-        """Return the help: description, usage, flags by group with those of every command last, and examples."""
+        """Return the help: description, usage, flags by group with the flags of every command last, and examples."""
         formatter = self._get_formatter()
         formatter.add_text(self.description)
         formatter.add_text(self.format_usage())

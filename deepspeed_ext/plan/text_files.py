@@ -56,7 +56,7 @@ _BLOCK = 2**20
 """Bytes that are read at a time."""
 
 LONGEST_READ_S = 60.0
-"""Time at most until a pipe ends, such as that of `<(command)`."""
+"""Time at most until a pipe ends, such as `<(command)`."""
 
 
 def bounded_bytes(path: Path | str, most: int = MOST_BYTES) -> bytes:

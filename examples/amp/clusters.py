@@ -1,6 +1,6 @@
 """The clusters of AMP's experiments: EC2 nodes with four devices each.
 
-Devices and links are those of data sheets, with two differences that are facts of these nodes: a T4 is held to 70 W,
+Devices and links are as in data sheets, with two differences that are facts of these nodes: a T4 is held to 70 W,
 so that matrix products run at a clock that is far below the data sheet's; and its PCIe link inside a g4dn.12xlarge
 passes 50 Gbit/s (AMP, section 5.1).
 """

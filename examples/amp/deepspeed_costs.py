@@ -8,7 +8,7 @@ Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runt
     activation each, its sizes, and all of the mask; the next stage gathers the parts.
   * Gradients are not parted (`is_grad_partitioned` is False): every tensor-parallel rank sends all of the gradient. The
     stage that gets it has parted its activation, and gathers that again before its backward.
-  * Gradients are reduced in single precision (`fp32_allreduce`) after the last backward; that of the tied embedding in
+  * Gradients are reduced in single precision (`fp32_allreduce`) after the last backward; the tied embedding's in
     half precision between first and last stage. There is no ZeRO and no recomputation.
 
 Forward times come from the profiles of AMP's repository. AMP (Li et al., "AMP: Automatically Finding Model Parallel
@@ -128,7 +128,7 @@ SHARED_WEIGHT_BYTES = 2
 
 
 class Messages(NamedTuple):
-    """Seconds of the messages of one micro-batch, [boundaries, L], or those of one layer before each boundary."""
+    """Seconds of the messages of one micro-batch, [boundaries, L], or only of one layer before each boundary."""
 
     there: Floats
     """Of an activation and its mask."""
@@ -200,7 +200,7 @@ class DeepSpeedCosts(CostModel):
         """[stages, L] seconds of the forward, and of the backward, of one micro-batch.
 
         Args:
-            groups: devices of the stages, of which the slowest counts; None = those of all replicas.
+            groups: devices of the stages, of which the slowest counts; None = of all replicas.
         """
         rows = []
         for devices in (groups or self.groups(strategy)).devices:
@@ -213,7 +213,7 @@ class DeepSpeedCosts(CostModel):
         """Seconds of messages if a layer is the last before a boundary.
 
         Args:
-            groups: links of the stages, of which the slowest count; None = those of all replicas.
+            groups: links of the stages, of which the slowest count; None = of all replicas.
         """
         tensor, ranks = strategy.tensor_parallel_size, strategy.pipeline_parallel_size
         groups = groups or self.groups(strategy)

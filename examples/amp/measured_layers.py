@@ -29,7 +29,7 @@ from megatron_terapipe.search.price.stages import reductions
 from megatron_terapipe.search.price.workload import Layer, Workload
 
 MOVING_BACKWARD = 1.4
-"""Memory traffic of the backward of element-wise work in that of its forward.
+"""Memory traffic of the backward of element-wise work, relative to its forward.
 
 Counted for scores that are written out in half precision with mask, softmax and dropout apart: the forward moves 17
 bytes of each (product 2, mask 4, softmax 4, dropout 5, product 2), the backward 24 (products 2 and 2, dropout 5,
@@ -52,7 +52,7 @@ class DeviceTimes(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Device time in that of the roofline."""
+    """Device time, relative to the roofline."""
 
     products: float = 1.0
     moving: float = 1.0
@@ -119,7 +119,7 @@ CLEARLY = 1.2
 difference is noise."""
 
 BACKWARD_LAUNCHES = 1.0
-"""Host time of a backward in that of its forward: autograd launches about twice the kernels, from C++ and not from
+"""Host time of a backward, relative to its forward: autograd launches about twice the kernels, from C++ and not from
 Python. An assumption, not a fit."""
 
 HIDING = 4
@@ -199,7 +199,7 @@ class MeasuredLayers:
         launch = _at(launch_s, sizes)
         reduced = self._one_reduction_s(measured, layer, sizes, query.rows)
         entering, leaving = reductions(layer)
-        # The loss is no pipeline layer and was not measured: its time is that of the roofline.
+        # The loss is not a pipeline layer and was not measured: its time is from the roofline.
         computed = of_products * times.products + of_moving * times.moving
         forward = hidden(computed + times.loss_forward + leaving * reduced, launch)
         inputs = of_products * times.input_gradient + MOVING_BACKWARD * of_moving * times.moving
@@ -224,7 +224,7 @@ class MeasuredLayers:
         }
 
     def _scale(self, layer: Layer, limits: Limits, size: int) -> Scale:
-        """Device time of a layer in that of the roofline, from the devices that were the limit; 1 if none was.
+        """Device time of a layer, relative to the roofline, from the devices that were the limit; 1 if none was.
 
         Layers that tensor-parallel ranks divide have the scale of one rank: with several ranks, late hosts and
         reductions are in the measurement. Undivided ones are scaled by their own measurement with as many ranks.
@@ -275,7 +275,7 @@ class MeasuredLayers:
         return all_reduce_s(self.element_bytes * rows * layer.hidden_size, topology, measured.roofline.efficiency)
 
     def _device_times(self, measured: MeasuredDevice, query: LayerQuery) -> DeviceTimes:
-        """Device times of a layer; those of equal layers are computed once."""
+        """Device times of a layer; equal layers are computed once."""
         sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end
         grids = tuple(np.asarray(grid, dtype=float).tobytes() for grid in sizes)
         key = (measured.device.name, _shapes(query.layer), *grids)

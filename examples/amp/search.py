@@ -1,6 +1,6 @@
 """Prices of single strategies, their stage partitions, and the search over all of AMP's space.
 
-The best partition is that of our solver; AMP has another objective.
+The best partition is our solver's; AMP has another objective.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[Stag
     """Candidates for the best partition: each is exact for another treatment of costs outside of stages.
 
     Messages hide under other micro-batches in part: they are counted once as if all did, and once as if none. Gradients
-    are reduced when the pipeline is empty, by the stage with most parameters, which is no sum over stages: limits on
+    are reduced when the pipeline is empty, by the stage with most parameters, which is not a sum over stages: limits on
     it, from none to the tightest there is, turn it into one.
     """
     num_stages, num_layers = strategy.pipeline_parallel_size, len(costs.workload.layers)
@@ -217,7 +217,7 @@ def _unsupported(strategy: Strategy) -> str:
     ):
         value = getattr(strategy, name)
         if value != only:
-            return f"strategy: {name} {value!r} is no value of AMP's trials: use {only!r}, or `search predict`"
+            return f"strategy: {name} {value!r} is not a value of AMP's trials: use {only!r}, or `search predict`"
     return ""
 
 

@@ -2,7 +2,7 @@
 
     python -m examples.amp.speed --amp-repo DIR [--trials trials_homogeneous.csv]
 
-AMP's own search of the same spaces took 280.7, 271.7 and 147.0 s on one core of a Xeon. Seconds here are those of one
+AMP's own search of the same spaces took 280.7, 271.7 and 147.0 s on one core of a Xeon. Seconds here are of one
 core, too, after numba has loaded the simulator's code. With the published trials of the homogeneous cluster, it prints
 how far predictions are from them, and how many of AMP's partitions our solver improves by AMP's own objective.
 """

@@ -28,7 +28,7 @@ def read_strategies(path: Path, global_batch_size: int) -> list[tuple[Strategy, 
         path: a JSONL file. A line is a strategy, or an object that holds one under `strategy`.
 
     Raises:
-        UserError: if it cannot be read, or a line is no strategy; it names the line.
+        UserError: if it cannot be read, or a line is not a strategy; it names the line.
     """
     text = read_text(path, "--strategies")
     found = []

@@ -7,7 +7,7 @@ reduced in fp16 after the last backward.
 
 Four figures are shares of the data sheets. None is the result of a fit, but which facts to take was decided
 beside the published times of settings 1, 5, 8 and 9 (launches of a backward, no jitter, no fixed time, 6 bytes to
-add a gradient), so those are no blind test:
+add a gradient), so this is not a blind test:
 
   * matrix products: a V100-SXM2-16GB computes 57, 78, 96 and 97 TFLOP/s in fp16 with square matrices of 1024, 2048,
     4096 and 8192 (github.com/zzc0721/torch-performance-test-data/issues/140). That is 0.78 of the peak for large ones,

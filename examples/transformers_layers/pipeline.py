@@ -43,7 +43,7 @@ class Parts:
     words: nn.Module
     """Embedding of tokens."""
     positions: nn.Embedding | None
-    """Embedding of positions, added to that of tokens; None where there is none."""
+    """Embedding of positions, added to the embedding of tokens; None where there is none."""
     dropout: nn.Dropout | None
     """Dropout of the embeddings; None where there is none."""
     rotary: nn.Module | None
@@ -67,7 +67,7 @@ def parts_of(model: "PreTrainedModel") -> Parts:
     """Return the parts of a model.
 
     Raises:
-        UserError: if it is no decoder of tokens, or has a part of an unknown kind.
+        UserError: if it is not a decoder of tokens, or has a part of an unknown kind.
     """
     _check_kind(model)
     base, head = model.base_model, model.get_output_embeddings()
@@ -174,7 +174,7 @@ def split_batch(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
         token_slices: lengths of the token slices.
 
     Raises:
-        UserError: if it is no such dict, is padded elsewhere, has labels on its padding, or none at all.
+        UserError: if it is not such a dict, is padded elsewhere, has labels on its padding, or none at all.
     """
     if not isinstance(batch, Mapping) or any(name not in batch for name in ENTRIES[:2]):
         found = ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -252,7 +252,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, to
 def pipeline_layers(model: "PreTrainedModel", *, tiled_logits: bool = False) -> list[Any]:
     """Layers of a causal language model, as `TokenSlicePipelineModule` takes them.
 
-    They are those of the model, which they train. A few tokens are sent through the model, and through the layers in
+    They share the model's weights, which they train. A few tokens are sent through the model, and through the layers in
     token slices: where the logits differ, the model computes something that is not known here. From then on the
     attention of the model needs the pipeline; `model.set_attn_implementation("sdpa")` gives it back its own.
 
@@ -262,7 +262,7 @@ def pipeline_layers(model: "PreTrainedModel", *, tiled_logits: bool = False) -> 
             your own gets [B, N, V] from their `compute()`.
 
     Raises:
-        UserError: if the model is no causal decoder, or one that these layers would compute differently.
+        UserError: if the model is not a causal decoder, or one that these layers would compute differently.
     """
     parts = parts_of(model)
     tokens = torch.arange(PROBE.seq_length, device=model.device).unsqueeze(0) % parts.words.num_embeddings

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,25 @@ WORDS = {
 }
 """Patterns of the worst words, and the words in their place."""
 
+NEW_WORDS = {
+    r"(those|that)\s+of": "the noun that is meant",
+    r"(?<!there )(is|are)\s+no(?!\s+(longer|more|less|better|worse|earlier|later)\b)": "is not a, are not",
+    r"round and round": "stage modulo the number of ranks; over and over",
+    r"there and back": "the stages fold back; both ways",
+}
+"""Patterns that are still found in some folders."""
+
+STILL_FOUND = (
+    *("deepspeed_ext/runtime", "megatron_terapipe/arguments", "megatron_terapipe/checkpoint"),
+    *("megatron_terapipe/config", "megatron_terapipe/data", "megatron_terapipe/doctor"),
+    *("megatron_terapipe/file_formats", "megatron_terapipe/huggingface", "megatron_terapipe/model"),
+    *("megatron_terapipe/neox", "megatron_terapipe/search"),
+    *("megatron_terapipe/training", "megatron_terapipe/convert.py", "megatron_terapipe/devices.py"),
+    *("megatron_terapipe/dimensions.py", "megatron_terapipe/generate.py", "megatron_terapipe/planning.py"),
+    "megatron_terapipe/strategy.py",
+)
+"""Where the new words are still found: this list only becomes shorter."""
+
 FOLDERS = ("deepspeed_ext", "megatron_terapipe", "benchmarks", "examples", "pretrain_gpt.py")
 
 
@@ -34,12 +53,12 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def words_in(source: str) -> list[str]:
+def words_in(source: str, words: Mapping[str, str] = WORDS | NEW_WORDS) -> list[str]:
     """Return the worst words of a source, with line and remedy."""
     return [
         f"{line}: {match[0]!r}: write {remedy}"
         for line, text in texts(source)
-        for pattern, remedy in WORDS.items()
+        for pattern, remedy in words.items()
         for match in re.finditer(rf"\b({pattern})\b", text, re.IGNORECASE)
     ]
 
@@ -51,7 +70,11 @@ def sources() -> Iterator[Path]:
 
 
 def test_docstrings_and_messages_have_plain_words() -> None:
-    found = [f"{path.relative_to(ROOT)}:{each}" for path in sources() for each in words_in(path.read_text("utf-8"))]
+    found = []
+    for path in sources():
+        name = str(path.relative_to(ROOT))
+        words = WORDS if name.startswith(STILL_FOUND) else WORDS | NEW_WORDS
+        found += [f"{name}:{each}" for each in words_in(path.read_text("utf-8"), words)]
     assert not found, "\n".join([f"{len(found)} words (CONTRIBUTING.md, Language)", *found])
 
 
@@ -61,6 +84,7 @@ def test_docstrings_and_messages_have_plain_words() -> None:
         ('"""What is left of it."""', 1),
         ('raise ValueError(f"{name} stands twice: mend it")', 2),
         ('"""A what-if of the search, whose price is known."""', 0),
+        ('"""Ops of a rank after those\nof another; that of a stage is no forward, and is no longer."""', 3),
         ('name = "what"', 0),
     ],
 )

@@ -181,7 +181,7 @@ REFUSED: list[Row] = [
     *rows("line 3: op '0' is not written as stage", parse_schedule, "\n\n0F0.0 0F0,0 0B0"),
     *rows("line 3: op 1F0.0 appears twice", parse_schedule, "0F0 0B0\n# rank 1\n1F0 1B0 1F0"),
     *rows("line 1: op 1F0.0 is on rank 0, and stage 1 of 2 on 2", parse_schedule, "1F0 1B0\n0F0 0B0"),
-    *rows("rank 1's if stages go round", parse_schedule, "0F0 1F0 1B0 0B0\n2F0 3F0 3B0 2B0"),
+    *rows("rank 1's if rank = stage modulo 2 (looped), ", parse_schedule, "0F0 1F0 1B0 0B0\n2F0 3F0 3B0 2B0"),
     *rows("3 stages are on 2 lines", parse_schedule, "0F0 2F0 2B0 0B0\n1F0 1B0"),
     *rows("stage 1 has no ops, and there are 3 stages", parse_schedule, "0F0 0B0\n2F0 2B0"),
     *rows("op 0B1.0 is missing in the order of rank 0", parse_schedule, "0F0 0F1 0B0"),

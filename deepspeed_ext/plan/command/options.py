@@ -77,8 +77,8 @@ def build_parser(prog: str) -> CommandParser:
         "--placement",
         "--model-chunk-placement",
         choices=[placement.value for placement in Placement],
-        help="stages of a rank: looped = round and round, v = there and back (default: looped; where the model chunks "
-        "are chosen, whichever is faster)",
+        help="stages of a rank: looped = stage modulo P, v = the stages fold back (default: looped; where the "
+        "model chunks are chosen, whichever is faster)",
     )
     simulated.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of an optimizer step")
     simulated.add_argument(

@@ -92,7 +92,7 @@ class Request:
     """A pipeline to simulate, with all that the options specify."""
 
     schedule: str
-    """Its name, or that of its file."""
+    """Its name, or the name of its file."""
     shape: PipelineShape
     lengths: tuple[float, ...]
     """Tokens of the token slices, or their shares of a sequence."""
@@ -232,7 +232,7 @@ def _token_slices(text: str | None, seq_length: int | None) -> tuple[int, tuple[
     try:
         count = int(text)
     except ValueError:
-        raise UserError(f"--token-slices {text} is no number and no list of lengths: write 3, or 704,688,656") from None
+        raise UserError(f"--token-slices {text} is not a number or a list: write 3, or 704,688,656") from None
     _check_count("--token-slices", count, _MOST_TOKEN_SLICES)
     if seq_length is not None:
         return count, TokenSlices.uniform(seq_length, count).lengths
@@ -294,7 +294,7 @@ def _solved(options: argparse.Namespace, shape: PipelineShape, progress: Progres
     num_layers = options.layers or LAYERS_OF_A_RANK * shape.num_ranks
 
     def costs_of(layers: Sequence[int]) -> TokenSliceCosts:
-        """Costs of stages with so many layers each. On average, those of a rank take 1."""
+        """Costs of stages with so many layers each, normalised: on average, the forward of a rank takes 1."""
         return PolynomialCosts.of_layers(
             layers,
             seq_length,
@@ -355,6 +355,6 @@ def _bandwidths(text: str | None) -> tuple[float, float]:
         speeds = []
     if len(speeds) not in (1, 2) or not all(speed > 0 and isfinite(speed) for speed in speeds):
         raise UserError(
-            f"--host-bandwidth {text} is no speed: give bytes per time above 0, or two with a comma between them"
+            f"--host-bandwidth {text} is not a bandwidth: give bytes per time above 0, or two with a comma between them"
         )
     return speeds[0], speeds[-1]

@@ -80,7 +80,7 @@ def _transfers(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_
 
 
 def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
-    """Reductions, on a thread of their rank after those of its stages."""
+    """Reductions, on a thread of their rank after the threads of its stages."""
     shape = timeline.shape
     thread = shape.num_model_chunks
     for rank in sorted({shape.rank_of(one.stage) for one in timeline.reductions}):
@@ -91,7 +91,7 @@ def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[
 
 
 def _copies(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
-    """Copies to the host and back, on two threads of their rank after that of its reductions."""
+    """Copies to the host and back, on two threads of their rank after the thread of its reductions."""
     for rank in range(timeline.shape.num_ranks):
         for lane, copies in enumerate(copies_of(timeline, rank)):
             place = {"pid": rank, "tid": timeline.shape.num_model_chunks + 1 + lane}

@@ -122,7 +122,7 @@ class DrawnCopy(NamedTuple):
     end: float
 
     def label(self, shape: PipelineShape) -> str:
-        """Name of it within its row: `K0.1` are keys and values, `I0.1` is a stage input, `2K0.1` that of stage 2."""
+        """Name of it within its row: `K0.1` are keys and values, `I0.1` is a stage input, `2K0.1` is on stage 2."""
         stage = f"{self.copy.stage}" if shape.num_model_chunks > 1 else ""
         return f"{stage}{self.letter}{self.copy.micro_batch}.{self.copy.token_slice}"
 

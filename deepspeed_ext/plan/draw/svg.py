@@ -95,7 +95,7 @@ def row_height(num_ranks: int) -> float:
 
 
 def pitch(timeline: Timeline, height: float) -> float:
-    """Return the pixels from the top of one row to that of the next: its track, two lanes of copies, one of sums."""
+    """Return the pixels from the top of one row to the top of the next: its track, two lanes of copies, one of sums."""
     return height + _GAP + _LANE * (2 * bool(timeline.host_copies) + bool(timeline.reductions))
 
 

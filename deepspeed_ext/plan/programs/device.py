@@ -182,8 +182,8 @@ class Device:
 
 
 COLLECTIVE_GROUPS = 9
-"""Process groups of a rank beside those of messages: two of all ranks, those of the replica, of the axes data, pipe,
-model and sequence, of shared layers, and of shared modules."""
+"""Process groups of a rank beside the groups of messages: two of all ranks, one each of the replica, of the axes data,
+pipe, model and sequence, of shared layers, and of shared modules."""
 
 EXPERT_GROUPS = 2
 """Process groups of a rank with a part of the experts: ranks that exchange tokens, and ranks with the same experts."""

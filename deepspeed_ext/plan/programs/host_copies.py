@@ -66,7 +66,7 @@ class HostCopySettings:
     """Per stage, its widest sliding window in tokens; None where a layer attends to all tokens before. Empty where no
     stage has one."""
     ahead: int = 1
-    """Ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from those of the
+    """Ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from the
     timeline."""
 
     def __post_init__(self) -> None:

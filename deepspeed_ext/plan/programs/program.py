@@ -72,7 +72,7 @@ class Content(StrEnum):
     INPUT = "input"
     """The stage's input, from which a stage that is recomputed starts again."""
     KEYS_AND_VALUES = "keys and values"
-    """Those of the token slice, of all layers of the stage."""
+    """Keys and values of the token slice, of all layers of the stage."""
 
 
 COMPUTE = {kind: InstructionKind[kind.name] for kind in OpKind}
@@ -182,7 +182,7 @@ def communicators(shape: PipelineShape) -> dict[Channel, int]:
     """Number of the communicator for each channel: channels that share one have no rank in common.
 
     A communicator runs the messages of a rank one after the other. A receive that is posted ahead would delay a send
-    after it; and where stages go round and round, the receive may wait for a result of that very send.
+    after it; and where a rank has several stages, the receive may wait for a result of that very send.
     """
     busy: defaultdict[int, set[int]] = defaultdict(set)
     numbers = {}

@@ -216,7 +216,7 @@ class Wiring:
     op_costs: "Numbers"
     """[N] where the op's time is in a table by kind, stage and token slice."""
     message_costs: "Numbers"
-    """[N] where those of its message are in tables by boundary and token slice."""
+    """[N] where the times of its message are in tables by boundary and token slice."""
     num_results: int
     """Results of all ops, each counted where it is made and where it arrives."""
     num_channels: int

@@ -129,7 +129,7 @@ class CompiledOrders:
             check_complete(self.orders, self.shape)
 
     def simulate(self, costs: OpCosts, host_copies: HostCopyPlan | None = None) -> SimulatedOrders:
-        """Simulate: the times are those of `simulate.simulate`, to the last bit."""
+        """Simulate: the times equal `simulate.simulate`'s to the last bit."""
         import numpy as np
 
         num_ops = int(self.bounds[-1])

@@ -9,7 +9,7 @@ stage, without interrupting ops, under the memory limit. Three arguments, the la
 2.  Memory in the chains. With the limit L, F of unit n on a stage waits for enough of that stage's weight gradients:
     activations of the forwards up to n, less those that backwards have freed, are at most L. If the rank has c stages
     before this one, these have run their forwards up to n too, and have freed at most as much as the input gradients
-    of this stage allow; so activations less those of its input gradients are at most L / (c + 1), and F waits for an
+    of this stage allow; so activations less the ones of its input gradients are at most L / (c + 1), and F waits for an
     input gradient. These are chains across micro-batches.
 3.  Memory as an area. A token slice is in memory at least for the longest chain from its F over the last token slice on
     the last stage to its BW. Its share of memory times that, for all token slices of a rank, fits into L x makespan.

@@ -172,7 +172,7 @@ QUANTA = 8
 
 SHORTEST, LONGEST = 4, 2
 """A token slice has at least a fourth and at most twice the average length, so that no kernel has too little to do, and
-no activation is larger than twice that of an equal cut."""
+no activation is larger than twice an equal cut's."""
 
 
 @dataclass(frozen=True, kw_only=True)

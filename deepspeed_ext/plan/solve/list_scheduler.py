@@ -6,7 +6,7 @@ busiest rank needs for one micro-batch. Every op has a wished time, which is its
     F  of token slice j of micro-batch k on stage i    T (k + forward_spread j / S + forward_depth d(i))
     BI of the same                                     T (turn + k + backward_spread (S - 1 - j) / S
                                                               + backward_depth (1 - d(i)))
-    BW                                                 that of its BI, T * weight_delay later
+    BW                                                 time of its BI + T * weight_delay
 
 with d(i) from 0 at the first stage to 1 after the last, in proportion to the forwards. With `forward_spread` near 1 the
 token slices of a micro-batch enter one by one between backwards, near 0 together; `turn` is the number of micro-batches

@@ -15,7 +15,7 @@ decides from which of its queues the next op comes, 3 queues for each of its sta
     become more urgent than forwards, how long weight gradients wait for a gap. `search_rules` draws thousands of rules,
     keeps the best, and varies these (an evolution strategy); then single ops of the best become more or less urgent,
     as long as that helps. Each try costs one list schedule, some tenths of a microsecond for each op.
-3.  `anneal` takes the best orders, or those of a fixed schedule if they are better, and moves single ops that are on
+3.  `anneal` takes the best orders, or a fixed schedule's if they are better, and moves single ops that are on
     the critical path. Rules describe the steady state; moves also improve the warmup and the cooldown.
 4.  `merged` joins neighbouring input and weight gradients into whole backwards, where it costs no time.
 5.  `bound.lower_bound` is a makespan that no order can beat.
@@ -185,7 +185,7 @@ def _searched(problem: SchedulingProblem, effort: float, seed: int, progress: Pr
 def _nudged(
     problem: SchedulingProblem, rule: PriorityRule, num_nudges: int, seed: int, progress: Progress
 ) -> tuple[float, Numbers]:
-    """Climb from the priorities of a rule: change those of a kind of ops, on a stage or in a stretch of time or both.
+    """Climb from the priorities of a rule: change one kind's on a stage, in a stretch of time, or both.
 
     Equally good priorities are taken too, so that the climb crosses plateaus.
     """
@@ -238,7 +238,7 @@ def merged(problem: SchedulingProblem, orders: NumberedOrders) -> NumberedOrders
     """Return the orders with input and weight gradients joined into whole backwards, as many as keep the makespan.
 
     A whole backward keeps fewer tensors alive and starts fewer kernels, but gives its input gradient only at its end.
-    Neighbours are tried by the block: those of a rank at once, then either half of a block that would cost time.
+    Neighbours are tried by the block: all of a rank at once, then either half of a block that would cost time.
     """
     per_kind = problem.shape.num_stages * problem.num_units
     rows = orders.to_list()

@@ -58,7 +58,7 @@ class CutEvaluation(ABC):
 
 
 class _Evaluation(CutEvaluation):
-    """Makes the problem of one cut from that of another; see `solve_token_slices` for the arguments."""
+    """Makes the problem of one cut from the problem of another; see `solve_token_slices` for the arguments."""
 
     def __init__(
         self,
