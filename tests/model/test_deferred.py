@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model import tensor_parallel
 from megatron_terapipe.model.block import TransformerBlock
@@ -160,27 +162,6 @@ def test_a_weight_that_is_both_embedding_and_output_gets_both() -> None:
     torch.testing.assert_close(apart.grad, whole.grad, rtol=1e-13, atol=1e-13)
 
 
-class _WholeSequence:
-    """The state of a sequence with a single token slice."""
-
-    prefix_len = 0
-    positions_restart = False
-
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        return torch.arange(length, device=device).unsqueeze(0)
-
-    def once(self, name: str, make: Callable[[], object]) -> object:
-        return make()
-
-    def room(self, like: Tensor, window: int | None) -> None:
-        return None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
-        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return attended.transpose(1, 2)
-
-
 MODELS = {
     "gpt": {},
     "llama": {
@@ -209,7 +190,7 @@ def test_a_whole_layer_whatever_it_recomputes(settings: dict[str, object], recom
         weight_gradients.attach(layer)
         results = []
         for step in range(STEPS):
-            hidden, past = drawn(2, 6, 16, seed=step), _WholeSequence()
+            hidden, past = drawn(2, 6, 16, seed=step), SequenceState(TokenSlices((6,))).past(0, 0)
             if recompute == "full":
                 output = checkpoint(layer, hidden, past, use_reentrant=False)
             else:
@@ -232,7 +213,7 @@ def test_every_matrix_of_the_model_can_be_deferred() -> None:
     """But the learned positions, which are few."""
     model = model_config(hidden_size=16, num_attention_heads=4, num_layers=1)
     layers = [spec.build() for spec in gpt_layers(model)]
-    weight_gradients, past = WeightGradients(), _WholeSequence()
+    weight_gradients, past = WeightGradients(), SequenceState(TokenSlices((3,))).past(0, 0)
     for layer in layers:
         weight_gradients.attach(layer)
     embedding, positions, transformer, norm, _ = layers

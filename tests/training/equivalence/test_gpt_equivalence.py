@@ -237,10 +237,10 @@ class WholePast:
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         return torch.stack([_positions(row, length) for row in self.starts])
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
+    def cached_for_slice(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
 
-    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+    def cached_for_recompute(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
 
     def carried(self, name: str, initial: Tensor) -> Tensor:
