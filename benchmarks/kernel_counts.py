@@ -54,7 +54,7 @@ from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.kernels import Attended, Gradients
 from deepspeed_ext.runtime.attention.token_slice_attention import KeysOfSequence
 from deepspeed_ext.runtime.gradients import weight_gradients
-from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient
+from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient, set_sum
 from deepspeed_ext.runtime.state import sequence_state
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
@@ -260,7 +260,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
         for weight in module.parameters():
             if weight.dim() > 1:
                 total = torch.empty(weight.shape, dtype=torch.float32, device="meta")
-                weight.accumulated_gradient = AccumulatedGradient(total, PRECISION)
+                set_sum(weight, AccumulatedGradient(total, PRECISION))
     return module
 
 
@@ -430,7 +430,7 @@ def host_times(model: ModelConfig, rounds: int) -> tuple[float, float]:
     length = model.seq_length // 4
     layers = [TransformerBlock(model, block, TensorParallelRanks()) for block in model.blocks]
     for weight in (weight for layer in layers for weight in layer.parameters()):
-        weight.accumulated_gradient = AccumulatedGradient(torch.zeros_like(weight), weight.dtype)
+        set_sum(weight, AccumulatedGradient(torch.zeros_like(weight), weight.dtype))
     found = []
     with patch.object(sequence_state, "kernel_for", lambda *_: _NoAttention()):
         for _ in range(rounds + 2):

@@ -51,6 +51,7 @@ from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.plain_llama import PlainLlama, train_step
 from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.gradients.weight_gradients import set_sum
 from deepspeed_ext.runtime.initialize import init_distributed
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
@@ -87,7 +88,7 @@ def overhead(argv: Sequence[str] | None = None) -> None:
 def as_deepspeed_does(engine: Any) -> None:
     """Let an engine with a `BF16_Optimizer` add gradients up as DeepSpeed's own pipeline engine does."""
     for weight in engine.module.parameters():
-        del weight.accumulated_gradient
+        set_sum(weight, None)
 
     @contextmanager
     def pass_over_all() -> Iterator[None]:

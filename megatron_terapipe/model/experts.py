@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed_ext.runtime.gradients.weight_gradients import now_or_deferred, sum_of
 from deepspeed_ext.runtime.state.sequence_state import Past
 from deepspeed_ext.runtime.topology import ExpertParallelRanks
 from megatron_terapipe.config import ModelConfig
@@ -32,13 +33,7 @@ from megatron_terapipe.model.balance import Balance
 from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, Here, Pairs
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.mlp import MLP, WeightedActivation
-from megatron_terapipe.model.tensor_parallel import (
-    Initializer,
-    TensorParallelRanks,
-    accumulates_in_place,
-    gradient_sums,
-    now_or_deferred,
-)
+from megatron_terapipe.model.tensor_parallel import Initializer, TensorParallelRanks
 
 # ---------------------------------------------------------------------- the rule
 
@@ -165,23 +160,23 @@ def grouped_product(x_Ri: Tensor, weight_Eoi: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _weight_gradient(weight: Tensor, gradient_Ro: Tensor, x_Ri: Tensor, pairs: Pairs) -> Tensor | None:
-    """The products of all experts' weights, or None once they are added to the gradient that the weight has."""
-    sums, is_first = gradient_sums(weight), not accumulates_in_place(weight)
+    """The products of all experts' weights, or None once they are added to a sum."""
+    total = sum_of(weight)
     if _has_grouped_products(weight.flatten(1, -2)):
         of_weight = F.grouped_mm(gradient_Ro.t(), x_Ri, offs=pairs.ends_E).view_as(weight)
-        if sums is None and is_first:
+        if total is None:
             return of_weight
-        (weight.grad if sums is None else sums.total).add_(of_weight)
+        total.total.add_(of_weight)
         return None
-    if sums is not None:
-        for of_expert, own in zip(sums.of_first_dimension, pairs.of_experts(), strict=True):
+    if total is not None:
+        for of_expert, own in zip(total.of_first_dimension, pairs.of_experts(), strict=True):
             of_expert.add_product(gradient_Ro[own], x_Ri[own])
         return None
-    total = torch.empty_like(weight) if is_first else weight.grad
-    for of_expert, own in zip(total.flatten(1, -2), pairs.of_experts(), strict=True):
-        # With a factor of 0 the first gradients are not read, and those of an expert without tokens become 0.
-        of_expert.addmm_(gradient_Ro[own].t(), x_Ri[own], beta=0 if is_first else 1)
-    return total if is_first else None
+    first = torch.empty_like(weight)
+    for of_expert, own in zip(first.flatten(1, -2), pairs.of_experts(), strict=True):
+        # With a factor of 0 the memory is not read, and the gradient of an expert without tokens becomes 0.
+        of_expert.addmm_(gradient_Ro[own].t(), x_Ri[own], beta=0)
+    return first
 
 
 class _ExpertProduct(torch.autograd.Function):

@@ -9,13 +9,9 @@ the tokens, and a gather before the next pair: the same traffic, and between the
 
 Weight gradients add up inside the operation that computes them (Megatron's gradient accumulation fusion). Autograd
 would compute that of each token slice into a new tensor, and then add it to `weight.grad`. In a matrix product the sum
-is free, `C += A B` being an operation of the hardware; an embedding touches only the rows that were used. Where
-gradients add up in more digits than weights have, as those of bf16 weights in fp32, a weight has an attribute
-`accumulated_gradient`, which gets every product, the first one too, and `weight.grad` stays None.
-
-A schedule may defer weight gradients (zero bubble, arXiv 2401.10241 section 2). A weight then has an attribute
-`weight_gradients`, which gets the product to compute later while it is `collecting`. Until then the product keeps the
-gradient of its output and its own input, as this rank has it:
+is free, `C += A B` being an operation of the hardware; an embedding touches only the rows that were used. The sum of a
+weight, and whether its products are deferred, are asked of `runtime/gradients/weight_gradients.py`. Until a deferred
+product is computed, the gradient of its output and its own input are kept, as this rank has it:
 
     sequence parallel    its own tokens, gathered later: one gather in any case, and less memory in between
     computed again       the result: no larger than the tensors that the forward kept, and needed by the input gradient
@@ -26,12 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from deepspeed_ext.runtime.gradients.weight_gradients import is_deferred, now_or_deferred, sum_of
 
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
@@ -201,28 +199,6 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return _Embedding.apply(tokens, weight)
 
 
-def _is_watched(weight: Tensor) -> bool:
-    """Whether a weight has hooks on its gradient, which only autograd calls."""
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
-
-
-def accumulates_in_place(weight: Tensor) -> bool:
-    """Whether a gradient may be added to `weight.grad` without autograd: not the first one, which autograd sets."""
-    return weight.is_leaf and weight.grad is not None and not _is_watched(weight)
-
-
-def gradient_sums(weight: Tensor) -> Any | None:
-    """The `AccumulatedGradient` of the runtime to which the gradient of a weight is added; None for `weight.grad`."""
-    accumulated = getattr(weight, "accumulated_gradient", None) if weight.is_leaf else None
-    return None if accumulated is None or _is_watched(weight) else accumulated
-
-
-def _wgrad_queue(weight: Tensor) -> Any | None:
-    """The `WeightGradients` of the runtime that takes the product of a weight; None if it is not deferred."""
-    queue = getattr(weight, "weight_gradients", None) if weight.is_leaf else None
-    return queue if queue is not None and queue.collecting and not _is_watched(weight) else None
-
-
 class _Linear(torch.autograd.Function):
     """The product; its collectives run under the products that do not wait for them.
 
@@ -245,7 +221,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_gradient):
         raw, weight, *parameters_before = ctx.saved_tensors
-        queue = _wgrad_queue(ctx.parameter) if ctx.needs_input_grad[1] else None
         ranks, of_inputs, of_weight, of_bias = ctx.ranks, None, None, None
         # The weights of a norm may need a gradient where its input does not, and the reverse.
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
@@ -254,16 +229,13 @@ class _Linear(torch.autograd.Function):
             with torch.enable_grad():
                 raw = raw.detach().requires_grad_()
                 inputs = ctx.before(raw)
-        gather: Pending = inputs.detach
-        if ranks.sequence_parallel and ctx.needs_input_grad[1] and queue is None:
-            gather = ranks.start_gather(inputs.detach())
+        if ctx.needs_input_grad[1]:
+            gather = _gather(inputs.detach(), ranks, later=is_deferred(ctx.parameter))
         if any(needed):
             of_all_inputs = output_gradient @ weight.flatten(0, -2)
             of_inputs = ranks.start_complete(of_all_inputs)
-        if queue is not None:
-            _defer(queue, ctx.parameter, output_gradient, inputs.detach(), ranks)
-        elif ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(ctx.parameter, output_gradient, gather())
+        if ctx.needs_input_grad[1]:
+            of_weight = now_or_deferred(ctx.parameter, _product(ctx.parameter, output_gradient, gather))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = output_gradient.flatten(0, -2).sum(0).view(weight.shape[:-1])
         found = [None for _ in needed] if of_inputs is None else [of_inputs()]
@@ -275,62 +247,34 @@ class _Linear(torch.autograd.Function):
         return of_raw, of_weight, of_bias, None, None, *of_parameters
 
 
-def _weight_gradient(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> Tensor | None:
-    """The product, or None once it is added to the gradient that the weight has."""
-    rows, inputs = output_gradient.flatten(0, -2), inputs.flatten(0, -2)
-    if (accumulated := gradient_sums(weight)) is not None:
-        accumulated.add_product(rows, inputs)
-        return None
-    if not accumulates_in_place(weight):
-        return (rows.t() @ inputs).view_as(weight)
-    weight.grad.flatten(0, -2).addmm_(rows.t(), inputs)
-    return None
+def _gather(inputs: Tensor, ranks: TensorParallelRanks, *, later: bool) -> Pending:
+    """The inputs of all tokens; gathered now, or once the result is called."""
+    if not ranks.sequence_parallel:
+        return lambda: inputs
+    return (lambda: ranks.start_gather(inputs)()) if later else ranks.start_gather(inputs)
 
 
-def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weight: Tensor | None) -> Tensor | None:
+def _product(weight: Tensor, output_gradient: Tensor, gather: Pending) -> Callable[[], Tensor | None]:
+    """The product of a weight's gradient; a function of its own, so that only these tensors are kept."""
+    return lambda: accumulate(weight, output_gradient, gather())
+
+
+def accumulate(
+    weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weight: Tensor | None = None
+) -> Tensor | None:
     """Add a product of [..., out] and [..., in] to the gradient of a weight [out, in].
 
     Args:
         of_weight: result for the products before, in the same backward; None for the first.
 
     Returns:
-        The gradient that autograd has to add; None once it is added to the one that the weight has.
+        The gradient that autograd has to add; None once it is added to a sum.
     """
-    if of_weight is None:
-        return _weight_gradient(weight, output_gradient, inputs)
-    of_weight.addmm_(output_gradient.flatten(0, -2).t(), inputs.flatten(0, -2))
-    return of_weight
-
-
-def now_or_deferred(weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor | None:
-    """Compute a product of a weight, unless its backward defers such products.
-
-    Args:
-        product: adds to the gradient that the weight has, and returns None, or the first gradient.
-    """
-    queue = _wgrad_queue(weight)
-    if queue is None:
-        return product()
-
-    def later() -> None:
-        first = product()
-        if first is not None:
-            weight.grad = first
-
-    queue.add(later)
-    return None
-
-
-def _defer(queue: Any, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks) -> None:
-    """Defer the product; a function of its own, so that only these tensors are kept."""
-
-    def product() -> None:
-        whole = ranks.start_gather(inputs)() if ranks.sequence_parallel else inputs
-        first = _weight_gradient(weight, output_gradient, whole)
-        if first is not None:
-            weight.grad = first
-
-    queue.add(product)
+    rows, inputs = output_gradient.flatten(0, -2), inputs.flatten(0, -2)
+    if of_weight is not None:
+        return of_weight.addmm_(rows.t(), inputs)
+    total = sum_of(weight)
+    return (rows.t() @ inputs).view_as(weight) if total is None else total.add_product(rows, inputs)
 
 
 class _Embedding(torch.autograd.Function):
@@ -348,15 +292,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _embedding_gradient(weight: Tensor, tokens: Tensor, output_gradient: Tensor) -> Tensor | None:
-    """The gradient, or None once it is added to the one that the weight has."""
+    """The gradient, or None once it is added to a sum."""
     indices, rows = tokens.flatten(), output_gradient.flatten(0, -2)
-    if (accumulated := gradient_sums(weight)) is not None:
-        accumulated.add_rows(indices, rows)
-        return None
-    in_place = accumulates_in_place(weight)
-    gradient = weight.grad if in_place else torch.zeros_like(weight)
-    gradient.index_add_(0, indices, rows)
-    return None if in_place else gradient
+    total = sum_of(weight)
+    return torch.zeros_like(weight).index_add_(0, indices, rows) if total is None else total.add_rows(indices, rows)
 
 
 class ColumnParallelLinear(nn.Module):

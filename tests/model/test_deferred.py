@@ -1,16 +1,15 @@
 """Products whose weight gradients are deferred: the same bits as a whole backward, and little kept until then."""
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute
+from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute, set_queue
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model import tensor_parallel
@@ -19,6 +18,7 @@ from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
 from tests.model.configs import model_config
 from tests.model.test_recomputation import BEFORE, drawn, inputs_of, layers_of
+from tests.runtime.gradients.test_weight_gradients import tensors_kept_by
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 STEPS = 3
@@ -33,7 +33,7 @@ def deferred_by(loss: Tensor, weight_gradients: WeightGradients) -> list[Product
 def attached(*weights: Tensor) -> WeightGradients:
     weight_gradients = WeightGradients()
     for weight in weights:
-        weight.weight_gradients = weight_gradients
+        set_queue(weight, weight_gradients)
     return weight_gradients
 
 
@@ -226,8 +226,7 @@ def test_every_matrix_of_the_model_can_be_deferred() -> None:
 
 def _numbers_kept(deferred: list[Product], weight: Tensor) -> int:
     """Numbers in the tensors that products close over, but for their weight."""
-    values = [cell.cell_contents for product in deferred for cell in product.__closure__ or ()]
-    tensors = [value for value in values if isinstance(value, Tensor) and value is not weight]
+    tensors = [each for each in tensors_kept_by(deferred) if each is not weight]
     assert all(tensor.grad_fn is None for tensor in tensors), "a graph would keep earlier tensors"
     storages = {each.untyped_storage().data_ptr(): each for each in tensors}
     return sum(each.untyped_storage().nbytes() // each.element_size() for each in storages.values())

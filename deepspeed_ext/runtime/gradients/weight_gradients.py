@@ -6,10 +6,7 @@ the second, so a schedule may run it where the rank would idle (zero bubble, arX
     BI    dX = dY W          at once
     BW    dW += dY^T X       later: of the graph only dY and X are kept until then
 
-Operations with support for it read the `weight_gradients` of their weight, and add their second product to it while
-products are deferred: every `nn.Linear` of an attached module, and `linear` for other products. Other operations, such
-as norms and biases, compute all gradients in BI. Deferred products are computed in their order, so every weight sums
-its gradients as a whole backward does.
+Deferred products are computed in their order, so every weight sums its gradients as a whole backward does.
 
 DeepSpeed's `BF16_Optimizer` keeps an fp32 sum for each bf16 weight. It fills them by a pass over all weights of the
 stage after each backward: about 20 bytes a parameter, for every token slice.
@@ -17,8 +14,10 @@ stage after each backward: about 20 bytes a parameter, for every token slice.
     DeepSpeed    zero all bf16 gradients | backward | cast all to fp32 | add all
     here         backward: sum += dY^T X, once for each weight        | add the others: norms, biases
 
-Operations with support for it add to the attribute `accumulated_gradient` of their weight. All others leave a bf16
-gradient to autograd, and `collect` moves it to its sum.
+An engine gives a weight a sink: the sum of its gradients, and the queue of products. Operations with support for it
+ask `sum_of` and `now_or_deferred`: every `nn.Linear` of an attached module, `linear` for other products, and functions
+of a model's own. Other operations, such as norms and biases, compute all gradients in BI, and leave a bf16 gradient to
+autograd, which `collect` moves to its sum.
 
 Autograd runs once, in BI. Two passes over a retained graph, as in torch's pipelining, would compute shared work twice,
 and the gradients of keys and values too. The `forward` of `nn.Linear` is replaced on the instances: a
@@ -36,7 +35,7 @@ from deepspeed.utils import log_dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["linear"]
+__all__ = ["linear", "now_or_deferred", "sum_of"]
 
 Product = Callable[[], None]
 """Adds one product to the gradient of its weight."""
@@ -54,12 +53,12 @@ class WeightGradients:
         return self._deferred is not None
 
     def attach(self, module: nn.Module) -> None:
-        """Set this object as `weight_gradients` of all weights of a module, and let its linear layers use it.
+        """Defer products of all weights of a module, and let its linear layers use their sinks.
 
         A linear layer with another `forward` than that of `nn.Linear` keeps it, and computes its products at once.
         """
         for parameter in module.parameters():
-            parameter.weight_gradients = self
+            set_queue(parameter, self)
         for layer in module.modules():
             if getattr(layer.forward, "__func__", None) is nn.Linear.forward:
                 layer.forward = partial(_forward, layer)
@@ -88,6 +87,91 @@ def compute(deferred: list[Product]) -> None:
             deferred.pop()()
 
 
+# ---------------------------------------------------------------------- the sink of a weight
+
+
+class _Sink:
+    """What an engine does with the gradient of a weight; an attribute of the weight."""
+
+    def __init__(self) -> None:
+        self.queue: WeightGradients | None = None
+        """Takes products while a backward defers them."""
+        self.total: AccumulatedGradient | None = None
+        """The sum of an optimizer; None for `weight.grad`."""
+
+
+def _sink(weight: Tensor) -> _Sink:
+    """The sink of a weight, given to it at the first call."""
+    if not hasattr(weight, "gradient_sink"):
+        weight.gradient_sink = _Sink()
+    return weight.gradient_sink
+
+
+def set_queue(weight: Tensor, queue: WeightGradients) -> None:
+    """Set the queue that takes products of a weight while a backward defers them."""
+    _sink(weight).queue = queue
+
+
+def set_sum(weight: Tensor, total: "AccumulatedGradient | None") -> None:
+    """Set the sum of a weight's gradients; None for `weight.grad`."""
+    _sink(weight).total = total
+
+
+def _sink_in_backward(weight: Tensor) -> _Sink | None:
+    """The sink that a backward may use; None for a computed weight, and for hooks, which only autograd calls."""
+    watched = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    return None if watched or not weight.is_leaf else getattr(weight, "gradient_sink", _NO_ENGINE)
+
+
+_NO_ENGINE = _Sink()
+"""Sink of weights without an engine."""
+
+
+def sum_of(weight: Tensor, *, in_place: bool = True) -> "AccumulatedGradient | None":
+    """The sum to which a backward adds a gradient of a weight; None for a gradient that it returns to autograd.
+
+    Args:
+        in_place: whether to add to the `weight.grad` of a weight without another sum; its first gradient is autograd's.
+    """
+    sink = _sink_in_backward(weight)
+    if sink is None:
+        return None
+    if sink.total is None and in_place and weight.grad is not None:
+        return AccumulatedGradient(weight.grad, weight.dtype)
+    return sink.total
+
+
+def is_deferred(weight: Tensor) -> bool:
+    """Whether the backward that runs now defers products of a weight."""
+    sink = _sink_in_backward(weight)
+    return sink is not None and sink.queue is not None and sink.queue.collecting
+
+
+def now_or_deferred(weight: Tensor, product: Callable[[], Tensor | None]) -> Tensor | None:
+    """Compute a product of a weight, unless its backward defers such products.
+
+    Args:
+        product: adds to `sum_of` the weight and returns None, or returns the gradient [...].
+
+    Returns:
+        The gradient for autograd; None for none.
+    """
+    if not is_deferred(weight):
+        return product()
+
+    def later() -> None:
+        gradient = product()
+        if gradient is not None:
+            # As autograd: the first one is kept.
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+    weight.gradient_sink.queue.add(later)
+    return None
+
+
+# ---------------------------------------------------------------------- linear layers
+
+
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a product of the weight that can be deferred, and that adds to the sum of the weight in place.
 
@@ -98,7 +182,11 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         weight: [out, in].
         bias: [out].
     """
-    if not _uses_weight_gradients(inputs, weight):
+    attached = getattr(weight, "gradient_sink", _NO_ENGINE).queue is not None
+    # Autocast computes the product from copies of another type, whose gradients torch converts.
+    autocast = torch.is_autocast_enabled(inputs.device.type)
+    differentiated = torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad
+    if not attached or not differentiated or autocast or weight.dim() != 2 or inputs.dim() == 1:
         return F.linear(inputs, weight, bias)
     return _Linear.apply(inputs, weight, bias)
 
@@ -108,17 +196,8 @@ def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return linear(input, layer.weight, layer.bias)
 
 
-def _uses_weight_gradients(inputs: Tensor, weight: Tensor) -> bool:
-    """Whether the backward of a product may use the `weight_gradients` of its weight."""
-    if getattr(weight, "weight_gradients", None) is None or not torch.is_grad_enabled():
-        return False
-    # Autocast computes the product from copies of another type, whose gradients torch converts.
-    autocast = torch.is_autocast_enabled(inputs.device.type)
-    return weight.is_leaf and weight.requires_grad and weight.dim() == 2 and inputs.dim() > 1 and not autocast
-
-
 class _Linear(torch.autograd.Function):
-    """`F.linear` with a backward of the same two products as torch's own."""
+    """`F.linear` with a backward of the same two products as torch's own, and their bits."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -129,35 +208,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (inputs, weight), parameter = ctx.saved_tensors, ctx.parameter
+        inputs, weight = ctx.saved_tensors
         rows = output_gradient.flatten(0, -2)
         of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        inputs = inputs.flatten(0, -2)
-        # Hooks of a weight are called only by autograd.
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return of_inputs, rows.t() @ inputs, of_bias
-        store = parameter.weight_gradients
-        if store.collecting:
-            store.add(lambda: _add(parameter, rows, inputs))
-            return of_inputs, None, of_bias
-        return of_inputs, _weight_gradient(parameter, rows, inputs), of_bias
+        product = partial(_weight_gradient, ctx.parameter, rows, inputs.flatten(0, -2))
+        return of_inputs, now_or_deferred(ctx.parameter, product), of_bias
 
 
-def _weight_gradient(parameter: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
-    """The product, or None if it was added to the sum of the weight."""
-    accumulated = getattr(parameter, "accumulated_gradient", None)
-    if accumulated is None:
-        return rows.t() @ inputs
-    accumulated.add_product(rows, inputs)
-    return None
+def _weight_gradient(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
+    # Autograd adds gradients to `weight.grad` after their product; in place there would be other bits.
+    total = sum_of(weight, in_place=False)
+    return rows.t() @ inputs if total is None else total.add_product(rows, inputs)
 
 
-def _add(parameter: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Add the product as autograd does: the first one is kept."""
-    gradient = _weight_gradient(parameter, rows, inputs)
-    if gradient is not None:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+# ---------------------------------------------------------------------- sums
 
 
 _SMALL = 1 << 16
@@ -200,14 +265,14 @@ class AccumulatedGradient:
 
 
 class AccumulatedGradients:
-    """The sums of many weights, as flat tensors. Each weight gets its own as the attribute `accumulated_gradient`."""
+    """The sums of many weights, as flat tensors."""
 
     def __init__(self, weights: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         self._small: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self._large: list[tuple[nn.Parameter, Tensor]] = []
         for weight, flat in weights:
             total = flat.view_as(weight)
-            weight.accumulated_gradient = AccumulatedGradient(total, weight.dtype)
+            set_sum(weight, AccumulatedGradient(total, weight.dtype))
             if weight.numel() > _SMALL:
                 self._large.append((weight, total))
             else:

@@ -3,6 +3,8 @@
 import copy
 import weakref
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 
 import pytest
 import torch
@@ -111,7 +113,7 @@ def test_between_the_parts_a_product_keeps_its_input_and_the_gradient_of_its_out
         squared.sum().backward()
     del squared
     assert gone() is None
-    kept = {each.data_ptr(): each.numel() for each in _tensors_of(deferred)} | {module.weight.data_ptr(): 0}
+    kept = {each.data_ptr(): each.numel() for each in tensors_kept_by(deferred)} | {module.weight.data_ptr(): 0}
     assert sum(kept.values()) == ROWS * TOKENS * (WIDTH + 4 * WIDTH)
 
 
@@ -207,7 +209,16 @@ def test_after_an_error_products_are_not_deferred() -> None:
     assert not weight_gradients.collecting
 
 
-def _tensors_of(deferred: list[Product]) -> list[Tensor]:
-    """Tensors that products close over."""
-    values = [cell.cell_contents for product in deferred for cell in product.__closure__ or ()]
-    return [value for value in values if isinstance(value, Tensor)]
+def tensors_kept_by(products: list[Product]) -> list[Tensor]:
+    """Tensors that products close over, in functions and arguments of functions."""
+    found: list[Tensor] = []
+    left: list[object] = [*products]
+    while left:
+        each = left.pop()
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, partial):
+            left += each.func, *each.args
+        elif isinstance(each, FunctionType):
+            left += (cell.cell_contents for cell in each.__closure__ or ())
+    return found
