@@ -91,7 +91,7 @@ def compute(deferred: list[Product]) -> None:
 
 
 class _Sink:
-    """What an engine does with the gradient of a weight; an attribute of the weight."""
+    """Sum and queue of the gradient of a weight, as an engine sets them; an attribute of the weight."""
 
     def __init__(self) -> None:
         self.queue: WeightGradients | None = None
