@@ -82,12 +82,12 @@ class Outcome:
         return not self.attempt.not_run
 
     def features(self) -> Iterator[str]:
-        """Yield the features that stop it: the flags with which each reason of the line begins."""
+        """Yield the features that stop it: the flags, or the setting, with which each reason of the line begins."""
         if self.is_defect:
             yield "defect"
             return
         for reason in self.line.split("; ") if self.line else ():
-            beginning = reason.split(": ", 1)[0]
+            beginning = re.sub(r'.* sets (\S+) to "?([^",]*)"?, and .*', r"\1 \2", reason.split(": ", 1)[0])
             flags = [part.split()[0] for part in beginning.split(", ") if part.startswith("--")]
             yield from flags or [beginning]
 

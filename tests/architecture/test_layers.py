@@ -74,7 +74,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.neox", "megatron_terapipe.neox.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.arguments.foreign_flags"),
+        (*PLAN, *CONFIG, *FAMILIES),
         ("yaml",),
     ),
     Layer(("deepspeed_ext.pointwise",), PLAN, ("torch", "deepspeed")),

@@ -90,22 +90,35 @@ class SettingsFile:
             f"{self.where} sets {name} to {_shown(value)}, and it must be {kind.values}: correct the file"
         )
 
-    def expect(self, name: str, accepted: Iterable[Any], default: Any = None) -> Any:
+    def expect(
+        self,
+        name: str,
+        accepted: Iterable[Any],
+        default: Any = None,
+        reason: str = "",
+        end: str = MODEL_CANNOT_BE_TRAINED,
+    ) -> Any:
         """Return the value of a setting of which our models have one or a few values; raise a `ConfigError` for others.
 
         Args:
             default: its value if it is missing.
+            reason: why others are refused; empty to list the accepted values.
+            end: end of the message.
         """
         name = self._spelled(name)
         value, accepted = self.contents.get(name, default), tuple(accepted)
         # In JSON, `true` is not 1.
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted):
             choices = " or ".join(_shown(each) for each in accepted)
-            raise ConfigError(
-                f"{self.where} sets {name} to {_shown(value)}, and our models have {choices}: this model cannot be "
-                "trained here"
-            )
+            raise self.refusal(name, reason or f"our models have {choices}", end, value=value)
         return value
+
+    def refusal(
+        self, name: str, reason: str, end: str = MODEL_CANNOT_BE_TRAINED, *, value: object = None
+    ) -> ConfigError:
+        """Return the error about a setting without a counterpart here; `value` is its value, if not the file's."""
+        shown = _shown(self.contents.get(name) if value is None else value)
+        return ConfigError(f"{self.where} sets {name} to {shown}, and {reason}: {end}")
 
     def section(self, name: str) -> "SettingsFile":
         """Return a section of the file; an empty one if there is none."""
@@ -159,7 +172,7 @@ _FIELDS = {each.name: each for each in fields(ModelConfig)}
 
 def _within_bounds(kind: Kind, field: str) -> Kind:
     """Return the values of a kind that a field of the model section accepts: layers are listed before it is built."""
-    most = option_of(_FIELDS[field]).most
+    most = option_of(_FIELDS[field]).most if field in _FIELDS else None
     if most is None:
         return kind
     return Kind(f"{kind.values}, {most:,} at most", lambda value: kind.fits(value) and value <= most)
@@ -227,15 +240,17 @@ def word(key: str, field: str, words: Mapping[Any, str], default: str | bool) ->
     return Setting((key,), lambda file, fields: {field: words[file.expect(key, words, default)]}, write)
 
 
-def fixed(key: str, *accepted: Any) -> Setting:
+def fixed(key: str, *accepted: Any, reason: str = "", end: str = MODEL_CANNOT_BE_TRAINED) -> Setting:
     """Return a key of which our models have a single meaning.
 
     Args:
         accepted: values with that meaning; the first is its value if it is missing.
+        reason: why others are refused; empty to list the accepted values.
+        end: end of the message.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        file.expect(key, accepted, accepted[0])
+        file.expect(key, accepted, accepted[0], reason, end)
         return {}
 
     return Setting((key,), read)
