@@ -26,6 +26,9 @@ HERE = Path(__file__).parents[1]
 SHOWN = 8
 """Differences of one command that are printed."""
 
+TRAINERS = ("--trainers", "benchmarks/published/trainers.yaml")
+"""Left out in a checkout without the file: its search has the trainers itself."""
+
 SEARCH = ("-m", "megatron_terapipe.search")
 PLAN = ("-m", "deepspeed_ext.plan")
 JSON = ("--json", "-")
@@ -90,9 +93,13 @@ def cases() -> Iterator[Case]:
         yield Case(f"plan {schedule}", (*PLAN, "--schedule", schedule, *shape, *JSON))
     optimised = ("--schedule", "optimised", "--stages", "4", "--micro-batches", "4", "--token-slices", "4")
     yield Case("plan optimised", (*PLAN, *optimised, "--attention-share", ".6", "--solve-slices", *JSON))
-    for names in (("bigscience",), ("sc21", "seqsel", "zero_bubble"), ("vtrain_multi",), ("vtrain_single", "sc21")):
+    for names in (
+        *(("bigscience",), ("sc21", "seqsel", "zero_bubble"), ("vtrain_multi",), ("vtrain_single", "sc21")),
+        *(("modern",), ("sailor_gh200", "fsdp_a100", "fsdp_h100"), ("dgxc_h100", "dense_2025")),
+    ):
         files = tuple(f"{{trials}}/{name}.jsonl" for name in names)
-        yield Case(f"validate {' '.join(names)}", (*SEARCH, "validate", "--trials", *files, "--folds", "2", *JSON))
+        words = (*SEARCH, "validate", "--trials", *files, "--folds", "2", *JSON, *TRAINERS)
+        yield Case(f"validate {' '.join(names)}", words)
     calibrated = (*SEARCH, "rank", "gpt3-13b", f"{clusters}/a100-64.json", "--global-batch-size", "64")
     yield Case("rank calibrated", (*calibrated, "--calibrate", "{trials}/sc21.jsonl", *JSON))
     yield Case("terapipe's settings", ("examples/terapipe/settings.py", *JSON))
@@ -106,7 +113,8 @@ def answer(checkout: Path, case: Case, places: Mapping[str, str]) -> object:
     """Return the JSON that a command prints, or its exit code and errors."""
     out = Path(places["out"])
     out.unlink(missing_ok=True)
-    words = [word.format_map(places) if "{" in word else word for word in case.words]
+    given = case.words if (checkout / TRAINERS[1]).exists() else [word for word in case.words if word not in TRAINERS]
+    words = [word.format_map(places) if "{" in word else word for word in given]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=checkout,

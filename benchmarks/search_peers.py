@@ -25,17 +25,18 @@ from numpy.typing import NDArray
 
 from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.report import Section, progress
+from benchmarks.published import RUNS, TRAINERS
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.learn.calibration import uncalibrated
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, propose
 from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency
+from megatron_terapipe.search.learn.trainers_file import read_trainers
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.learn.validation import Predicted, deal_groups, predict_in_folds, predict_trials, summary
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "benchmarks" / "search-peers.csv"
-PUBLISHED = ROOT / "tests" / "search" / "price" / "published_runs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ def _searched(subject: str, space: int, seconds: float, could_save: float) -> Fi
 def errors(paths: Sequence[Path]) -> Iterator[Figure]:
     """Yield the errors of our predictions, each when it is known."""
     progress("predicting published runs")
-    published = read_trials(str(PUBLISHED))
+    published = read_trials(RUNS)
     predicted = predict_trials(published, Calibrations([], (), progress))
     yield _error(predicted, "large runs of others, nothing fitted")
     for path in paths:
         progress(f"predicting {path.name}")
-        trials = read_trials(str(path))
+        trials = read_trials(path, read_trainers(str(TRAINERS)))
         yield _error(predict_trials(trials, Calibrations([], (), progress)), f"{path.stem}, nothing fitted")
         folds = deal_groups(trials, 2)
         if len(set(folds)) == 2:
@@ -184,7 +185,9 @@ def few_trials(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=8, help="that are run (default: 8)")
     parser.add_argument("--rounds", type=int, default=6, help="thirds that are held out (default: 6)")
     options = parser.parse_args(argv)
-    trials = [one for one in read_trials(options.path) if one.iteration_time_s is not None]
+    trials = [
+        one for one in read_trials(options.path, read_trainers(str(TRAINERS))) if one.iteration_time_s is not None
+    ]
     sample, prior = Sample(trials), uncalibrated()
     ratio = sample.simulated_ratio(HardwareEfficiency())
     slopes = sample.batches.slopes(HardwareEfficiency(), prior.parameter_names)

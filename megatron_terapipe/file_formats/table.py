@@ -55,9 +55,9 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         "cluster": FileFormat(
             "Cluster of the search and of `--cluster`.", f"{_SEARCH}.machine.cluster_files:ClusterEntry"
         ),
-        "flat-cluster": FileFormat(
-            "Cluster of equal nodes in a few flat fields, as lines of trials have it.",
-            f"{_SEARCH}.machine.cluster_files:FlatCluster",
+        "trainers": FileFormat(
+            "Trainers of trials, which `--trainers` of `terapipe search validate` reads.",
+            f"{_SEARCH}.learn.trainers_file:TrainersEntry",
         ),
         "profile": FileFormat(
             "Measured times, which `terapipe search measure --json` writes and `--profile` reads.",

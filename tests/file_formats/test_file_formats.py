@@ -11,6 +11,7 @@ import pytest
 import yaml
 from jsonschema import ValidationError
 
+from benchmarks.published import RUNS, TRAINERS
 from deepspeed_ext.plan.command import main as plan
 from deepspeed_ext.plan.command.options import build_parser
 from deepspeed_ext.plan.costs import OpCosts
@@ -22,7 +23,6 @@ from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.file_formats.table import FILE_FORMATS
 from megatron_terapipe.search.learn.calibration import calibrate
 from megatron_terapipe.search.learn.cluster_calibrations import read_calibrations, write_calibrations
-from megatron_terapipe.search.machine.cluster_files import is_flat
 from megatron_terapipe.search.price.profile import profile_to_json
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.architecture.sources import ROOT
@@ -71,14 +71,14 @@ def sound() -> Iterator[tuple[str, Any]]:
     for path in sorted((ROOT / "examples/clusters").iterdir()):
         if path.suffix in (".json", ".yaml"):
             document = yaml.safe_load(path.read_text())
-            yield "flat-cluster" if is_flat(document) else "cluster", document
+            yield "cluster", document
     for link in ("25 GB/s", {"bandwidth": "200 Gbit/s"}, {"bandwidth_Gbps": 200, "latency_us": 5}):
         yield "cluster", cluster_of(link)
     for path in sorted((ROOT / "examples/models").glob("*.json")):
         document = json.loads(path.read_text())
         yield "layers" if "layers" in document else "model", document
-    for path in sorted((ROOT / "tests/search").rglob("published_runs.jsonl")):
-        yield from (("trial", json.loads(line)) for line in path.read_text().splitlines())
+    yield from (("trial", json.loads(line)) for line in RUNS.read_text().splitlines())
+    yield "trainers", yaml.safe_load(TRAINERS.read_text())
     for line in (*whole_run()[:12], *whole_run()[26:], iteration(1, lm_loss=float("nan"))):
         yield "metrics", line.as_json()
     yield "profile", profile_to_json(profile())

@@ -32,19 +32,7 @@ FROM_FLAGS = "-"  # MODEL that is no file and no preset: flags give all of it
 FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # target of flags
 
 TERAPIPE = "terapipe"
-TRAINERS = (
-    TERAPIPE,
-    "megatron-lm",
-    "deepspeed",
-    "deepspeed-eager",
-    "megatron-core",
-    "fsdp",
-    "fms-fsdp",
-    "llm-foundry",
-    "scaling",
-    "scaling-eager",
-    "internevo",
-)
+TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "megatron-core", "fsdp")
 """Names of `machine.trainers.SOFTWARE`, which takes longer to load than a help text may."""
 
 PRECISIONS = ("bf16", "fp16", "fp32")

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Compare predictions with measured runs, whose times they do not use: errors, order, and coverage of the "
-    "intervals, and those of a naive model. Trials have one JSON object per line, as `terapipe search trial` writes "
+    "intervals, beside a naive model. Trials have one JSON object per line, as `terapipe search trial` writes "
     "them. Without --calibrate or --folds nothing is fitted. The fit changes a dozen constants of each cluster (a "
     "source and its devices), and no constant of a strategy."
 )
@@ -26,6 +25,7 @@ EXAMPLES = """\
 examples:
   %(prog)s --trials trials.jsonl
   %(prog)s --trials trials.jsonl --folds 4 --show-groups
+  %(prog)s --trials published.jsonl --trainers benchmarks/published/trainers.yaml
 
 Read on: docs/how-to/search.md."""
 
@@ -34,6 +34,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
     group = parser.add_argument_group("trials")
     group.add_argument("--trials", metavar="FILE", nargs="+", required=True, help="trials to predict")
+    group.add_argument(
+        "--trainers",
+        metavar="FILE",
+        help="JSON or YAML file with more trainers that trials may name, and the trainers of trials that name none",
+    )
     group.add_argument("--show-groups", action="store_true", help="also print a line for every group")
     group = parser.add_argument_group("calibration")
     group.add_argument(
@@ -64,15 +69,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict trials, compare, and return 0."""
     _check(options)
+    from megatron_terapipe.search.learn.trainers_file import OF_PACKAGE, read_trainers
     from megatron_terapipe.search.learn.trials import read_trials
     from megatron_terapipe.search.learn.validation import folds_of, print_validation, validation_document
 
-    left_out: Counter[str] = Counter()
-    trials = [one for path in options.trials for one in read_trials(path, left_out)]
-    if left_out:
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in left_out.most_common())
-        print(f"note: {left_out.total()} rows of published tables are no trials: {reasons}", file=sys.stderr)
-    calibrating = [one for path in options.calibrate for one in read_trials(path)]
+    trainers = read_trainers(options.trainers) if options.trainers else OF_PACKAGE
+    trials = [one for path in options.trials for one in read_trials(path, trainers)]
+    calibrating = [one for path in options.calibrate for one in read_trials(path, trainers)]
     ignored = sorted({name for one in (*trials, *calibrating) for name in one.ignored})
     if ignored:
         print(f"note: fields without a meaning here are left out: {', '.join(ignored)}", file=sys.stderr)

@@ -1,15 +1,13 @@
 """Trials: measured training runs, one JSON object a line of a trials file.
 
-Published tables name software, precision and schedules in their own ways; `answer.trial_runs.Journal` writes our own.
-Rows of tables as they were printed are brought into this form by `published_rows`.
+`answer.trial_runs.Journal` writes them. Trials of published tables may have clusters in a few flat fields, and names
+of schedules as in papers; what a publication states once for all of its trials is in a file of `--trainers`.
 """
 
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,26 +21,13 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.published_rows import LeftOutError, is_row, trial_of_row
+from megatron_terapipe.search.learn.trainers_file import OF_PACKAGE, Precision, Trainers
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.machine.cluster_files import TrialCluster, is_flat, parse_cluster, read_flat
+from megatron_terapipe.search.machine.cluster_files import DeviceCount, DeviceOrName, NodeCount, parse_cluster
 from megatron_terapipe.search.machine.entries import Count, Entry, OrText, Text, fault, place, read_entry, short_for
+from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.trainers import (
-    DEEPSPEED,
-    DEEPSPEED_EAGER,
-    FMS_FSDP,
-    FSDP,
-    INTERNEVO,
-    LIKE,
-    LLM_FOUNDRY,
-    MEGATRON_CORE,
-    MEGATRON_LM,
-    SCALING,
-    SCALING_EAGER,
-    SOFTWARE,
-    described_software,
-)
+from megatron_terapipe.search.machine.trainers import LIKE, MEGATRON_LM, described_software
 from megatron_terapipe.search.price.workload import IMBALANCE, Layer, Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import GptEntry
 from megatron_terapipe.strategy import Strategy
@@ -127,35 +112,6 @@ DEFAULTS = {"recompute": "none", "zero_stage": 0, "num_token_slices": 1}
 of plain Megatron."""
 
 
-BF16_SECTION = "tr11 chronicles-prequel", re.compile(r"_02-28_|_03-\d\d_")
-"""Text in the source, and pattern in the group, of published trials in bf16: "From now on the testing is happening with
-BF16 optimizer" (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing
-layers"). Other published tables of Megatron are of fp16."""
-
-SOFTWARE_OF_SOURCE = (
-    ("bigscience", "", "", DEEPSPEED),
-    ("vTrain", "", "", DEEPSPEED),
-    ("sailor", "", "", DEEPSPEED_EAGER),
-    ("llm-foundry", FSDP.name, "", LLM_FOUNDRY),
-    ("fms-fsdp", FSDP.name, "", FMS_FSDP),
-    ("arXiv 2311.05610", MEGATRON_CORE.name, "_ckpt", SCALING_EAGER),
-    ("arXiv 2311.05610", MEGATRON_CORE.name, "", SCALING),
-    ("InternEvo", MEGATRON_CORE.name, "", INTERNEVO),
-)
-"""Text in the source of trials, the software that they name, text in their group, and the trainer of their
-publication."""
-
-
-def published_software(source: str, named: str = "", group: str = "") -> str:
-    """Return the software of a trial: that of its publication, that in the trial, or Megatron-LM."""
-    found = (
-        software.name
-        for text, name, in_group, software in SOFTWARE_OF_SOURCE
-        if text in source and name == named and in_group in group
-    )
-    return next(found, named or MEGATRON_LM.name)
-
-
 ONE_LAYER_MODEL_CHUNKS = "1F1B-I"
 """The interleaved baseline of Qi et al. 2024 (arXiv 2401.10241) section 5, with "the maximum number of chunks": one
 layer each, where the table names no number of model chunks."""
@@ -234,29 +190,23 @@ class TrialEntry(LooseEntry):
     model: dict[str, Any]
     cluster: dict[str, Any]
     strategy: StrategyEntry
-    software: Annotated[dict[str, Any], short_for(LIKE), OrText(f"One of {', '.join(SOFTWARE)}.")] | None = None
-    precision: Literal["fp16", "bf16", "fp32", "fp8"] | None = None
+    software: Annotated[dict[str, Any], short_for(LIKE), OrText("Name of a trainer.")] | None = None
+    precision: Precision | None = None
     forced_balance: bool = False
     measured: MeasuredEntry
 
 
-def read_trials(path: str | Path, left_out: Counter[str] | None = None) -> list[Trial]:
+def read_trials(path: str | Path, trainers: Trainers = OF_PACKAGE) -> list[Trial]:
     """Read the measured runs of a file; empty lines are skipped.
 
     A trial of several rounds has a line after each, and the last one counts.
 
     Args:
-        left_out: counts the rows of published tables that are no trials, by reason.
+        trainers: the trainers that lines may name, and those of lines that name none.
     """
-    reader = _Reader(str(path))
+    reader = TrialReader(str(path), trainers)
     lines = enumerate(read_text(path).splitlines(), start=1)
-    trials = []
-    for number, line in lines:
-        try:
-            trials += [reader.read(number, line)] if line.strip() else []
-        except LeftOutError as reason:
-            if left_out is not None:
-                left_out[str(reason)] += 1
+    trials = [reader.read(number, line) for number, line in lines if line.strip()]
     if not trials:
         raise ConfigError(f"trials {path} holds no trial: write one JSON object a line")
     kept: dict[tuple[str, str, str] | int, Trial] = {}
@@ -265,11 +215,11 @@ def read_trials(path: str | Path, left_out: Counter[str] | None = None) -> list[
     return list(kept.values())
 
 
-class _Reader:
+class TrialReader:
     """Reads lines; equal models and clusters of a file become one object."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, trainers: Trainers = OF_PACKAGE) -> None:
+        self._path, self._trainers = path, trainers
         self._made: dict[tuple[str, str], Any] = {}
 
     def _once(self, kind: str, document: dict[str, Any], make: Callable[[], Model]) -> Model:
@@ -283,13 +233,7 @@ class _Reader:
     def read(self, number: int, line: str) -> Trial:
         """Return the trial of one line."""
         where = f"{self._path}:{number}"
-        document = parse_json(line, where, infinite=True)
-        if is_row(document):
-            try:
-                return self._trial(read_entry(TrialEntry, trial_of_row(document), where), where, number)
-            except UserError as error:
-                raise LeftOutError("a layout that no strategy describes") from error
-        entry = read_entry(TrialEntry, document, where)
+        entry = read_entry(TrialEntry, parse_json(line, where, infinite=True), where)
         try:
             return self._trial(entry, where, number)
         except UserError as error:
@@ -324,11 +268,13 @@ class _Reader:
             )
         group = entry.group or f"{json.dumps(values, sort_keys=True)} {cluster.name} {strategy.global_batch_size}"
         given = entry.software or {}
-        given = {**given, LIKE: published_software(entry.source, given.get(LIKE) or "", group)}
-        software = self._once("software", given, lambda: described_software(given, where, "software"))
+        named = given.get(LIKE) or ""
+        rule = self._trainers.rule(entry.source, named, group)
+        given = {**given, LIKE: (rule and rule.software) or named or MEGATRON_LM.name}
+        known = self._trainers.software
+        software = self._once("software", given, lambda: described_software(given, where, "software", known=known))
         software = _in_layout(software, entry.strategy)
-        is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
-        precision = entry.precision or ("bf16" if is_bf16 else "fp16")
+        precision = entry.precision or (rule and rule.precision) or "fp16"
         if not software.can_run("zero_stage", strategy.zero_stage) and software.can_run("zero_stage", 3):
             # Trials of FSDP were written with stage 1 once.
             strategy = replace(strategy, zero_stage=3)
@@ -337,11 +283,11 @@ class _Reader:
             raise fault(place(where, "precision"), precision, f"is not in the products of a {lacking[0]}", "give bf16")
         measured, peak_gb = entry.measured, entry.measured.peak_memory_gb
         rounded = None if peak_gb is None else peak_gb * GIBIBYTE
-        known = {each.name for each in fields(Strategy)}
+        of_strategy, more = {each.name for each in fields(Strategy)}, entry.strategy.model_extra or {}
         extras = {
             "": entry.model_extra,
             "model.": {name: value for name, value in entry.model.items() if name not in MODEL_FIELDS},
-            "strategy.": {name: each for name, each in (entry.strategy.model_extra or {}).items() if name not in known},
+            "strategy.": {name: each for name, each in more.items() if name not in of_strategy},
             "measured.": measured.model_extra,
         }
         return Trial(
@@ -362,7 +308,7 @@ class _Reader:
             round_times_s=tuple(measured.round_times_s),
             path=self._path,
             line=number,
-            ignored={f"{part}{name}": value for part, more in extras.items() for name, value in (more or {}).items()},
+            ignored={f"{part}{name}": value for part, of in extras.items() for name, value in (of or {}).items()},
         )
 
 
@@ -394,11 +340,41 @@ def recomputing_some(workload: Workload, partition: StagePartition, number: int)
     return replace(workload, layers=tuple(layers))
 
 
+NamedBandwidth = Annotated[float, Field(ge=1e-9, le=1e9)]
+"""Bandwidth in the unit in the name of its field."""
+
+
+class FlatCluster(Entry):
+    """The cluster of a published trial: devices of one kind on equal nodes, in a few flat fields, and others not read.
+
+    `intra_node_GBps` is from a device to another, in one direction; `inter_node_Gbps` of all network cards of a node.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    device: DeviceOrName
+    devices_per_node: DeviceCount | None = None
+    num_devices: NodeCount
+    intra_node_GBps: NamedBandwidth | None = None  # noqa: N815
+    inter_node_Gbps: NamedBandwidth | None = None  # noqa: N815
+
+
 def _cluster(document: dict[str, Any], where: str) -> Cluster:
-    # Published runs have a few numbers; our own runs have a cluster file, which can mix devices.
-    if is_flat(document):
-        return read_flat(read_entry(TrialCluster, document, where, "cluster"), where, "cluster")[0]
-    return parse_cluster(document, f"{where}: cluster")[0]
+    if "nodes" in document or "device" not in document:
+        return parse_cluster(document, f"{where}: cluster")[0]
+    flat = read_entry(FlatCluster, document, where, "cluster")
+    device, machine = flat.device.read(place(where, "cluster", "device"))
+    node, per_node = replace(machine.node, device=device), flat.devices_per_node or machine.node.num_devices
+    if flat.intra_node_GBps is not None:
+        node = replace(node, inside=replace(node.inside, bandwidth=flat.intra_node_GBps * GIGABYTE))
+    if flat.inter_node_Gbps is not None:
+        # As many cards as the line rate of the device's usual machine needs.
+        total = flat.inter_node_Gbps * GIGABIT
+        cards = max(1, ceil(total / node.network.bandwidth - 1e-9))
+        node = replace(node, network=replace(node.network, bandwidth=total / cards), num_network_cards=cards)
+    sizes = [min(per_node, flat.num_devices - first) for first in range(0, flat.num_devices, per_node)]
+    nodes = tuple(replace(node, name=f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
+    return Cluster(nodes=nodes, name=f"{flat.num_devices} x {device.name}")
 
 
 def _model(values: dict[str, Any], where: str) -> ModelConfig:

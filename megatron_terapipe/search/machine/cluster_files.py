@@ -1,17 +1,16 @@
-"""Clusters from files: JSON or YAML in our own form, the `cluster` object of published trials, or a hostfile.
+"""Clusters from files: JSON or YAML, or a hostfile.
 
     file -> entries (pydantic) -> groups of equal nodes, completed from the library -> Cluster, notes
 
 Notes name the fields that the library filled in, and figures that look like another unit, which are used as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.parsing import check_host_name
@@ -336,70 +335,6 @@ def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
     return (entry.name,) if count == 1 else tuple(f"{entry.name}-{index + 1}" for index in range(count))
 
 
-NamedBandwidth = Annotated[float, Field(ge=1e-9, le=1e9)]
-"""Bandwidth in the unit in the name of its field."""
-
-
-class FlatCluster(Entry):
-    """The `cluster` object of published trials: devices of one kind on equal nodes, in a few flat fields.
-
-    `intra_node_GBps` is from a device to another, in one direction; `inter_node_Gbps` of all network cards of a node.
-    """
-
-    device: DeviceOrName
-    devices_per_node: DeviceCount | None = None
-    num_nodes: NodeCount | None = None
-    num_devices: NodeCount | None = None
-    intra_node_GBps: NamedBandwidth | None = None  # noqa: N815
-    inter_node_Gbps: NamedBandwidth | None = None  # noqa: N815
-    network_cards: DeviceCount | None = None
-    name: Text | None = None
-
-
-class TrialCluster(FlatCluster):
-    """The cluster in a line of trials, which may have more fields than are read."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-def is_flat(document: object) -> bool:
-    """Whether an object describes a cluster by flat fields."""
-    return isinstance(document, Mapping) and "nodes" not in document and "device" in document
-
-
-def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster that flat fields describe, and a line for each link taken from the library.
-
-    A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
-    """
-    device, machine = flat.device.read(place(file, path, "device"))
-    per_node = flat.devices_per_node or machine.node.num_devices
-    if flat.num_devices is None and flat.num_nodes is None:
-        raise ConfigError(f"{place(file, path, 'num_devices')} is missing: give a whole number")
-    most = None if flat.num_nodes is None else flat.num_nodes * per_node
-    num_devices = flat.num_devices or most or 0
-    if most is not None and num_devices > most:
-        where = place(file, path, "num_devices")
-        raise fault(where, num_devices, "is more than num_nodes x devices_per_node", "change one of them")
-    node, missing = replace(machine.node, device=device), []
-    if flat.intra_node_GBps is not None:
-        node = replace(node, inside=replace(node.inside, bandwidth=flat.intra_node_GBps * GIGABYTE))
-    elif min(per_node, num_devices) > 1:
-        missing.append("links inside")
-    if flat.inter_node_Gbps is not None:
-        total = flat.inter_node_Gbps * GIGABIT
-        cards = flat.network_cards or max(1, ceil(total / node.network.bandwidth - 1e-9))
-        node = replace(node, network=replace(node.network, bandwidth=total / cards), num_network_cards=cards)
-    elif num_devices > per_node:
-        missing.append("network")
-    notes = [library_note(missing, device, machine)] if missing else []
-    if flat.intra_node_GBps is not None:
-        notes += inside_notes(device, node.inside)
-    sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
-    nodes = tuple(replace(node, name=f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
-    return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), tuple(notes)
-
-
 def read_cluster(path: str, *, device: str | None = None) -> Cluster:
     """Read a cluster; see `read_cluster_with_notes`."""
     return read_cluster_with_notes(path, device=device)[0]
@@ -431,9 +366,7 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
 
 
 def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...]]:
-    """Read a cluster from the object of a file, in our form (`nodes`) or in that of trials (`device`, ...)."""
-    if is_flat(document):
-        return read_flat(read_entry(FlatCluster, document, where), where)
+    """Read a cluster from the object of a file."""
     cluster = read_entry(ClusterEntry, document, where)
     groups, name = read_groups(cluster, where), cluster.name or where.rpartition("/")[2].rpartition(".")[0]
     # Before any node is made.

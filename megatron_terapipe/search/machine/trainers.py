@@ -6,30 +6,14 @@
 - `deepspeed`: DeepSpeed's pipeline engine with Megatron-LM's layers. `runtime/pipe/engine.py`,
   `runtime/pipe/schedule.py`, `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Sums
   of bf16 travel in fp32, all-reduced even at ZeRO stage 1. GPT-NeoX's rotation is written in Python.
-- `deepspeed-eager`: the same with layers in plain PyTorch, as Sailor has OPT and GPT-Neo (github.com/eth-easl/sailor,
-  third_party/Megatron-DeepSpeed/megatron/model/gpt_neo_model.py). Bytes of eager operators were counted as PyTorch 2.13
-  dispatches them. Those of scores and of the step explain the authors' measurement of one layer on one GPU
-  (sailor/Planner/sailor_planner/profiles/GPT-Neo-2.7/GH-96/profile.json): 16 sequences on one rank take 36.5 ms forward
-  and 97.8 ms backward, the step of its 79 million parameters 2.9 ms.
 - `fsdp`: PyTorch's fully sharded data parallelism with FlashAttention-2 and layers fused by torch.compile (Zhao et al.,
   arXiv 2304.11277 sections 3 and 4; torchtitan). Weights of a layer are gathered before its forward and again before
   its backward, one layer ahead, and gradients are reduced in fp32 under the layer before.
-- `fms-fsdp`: IBM's, the same with gradients reduced in bf16 (github.com/foundation-model-stack/fms-fsdp,
-  fms_fsdp/policies/mixed_precision.py, `bfSixteen`).
-- `llm-foundry`: MosaicML's of 2023, FSDP with eager layers, Triton's attention and fused losses, as in its throughput
-  tables (github.com/mosaicml/llm-foundry, scripts/train/benchmarking), most of them `FULL_SHARD` and `DEFAULT`.
-- `scaling`: Aleph Alpha's (github.com/Aleph-Alpha/scaling, src/scaling/core). Its pipeline is DeepSpeed's, and both
-  ends wait for a message (nn/pipeline_schedule/train.py); gradients in bf16 are all-reduced in fp32 after all
-  backwards, even at ZeRO stage 1 (optimizer/allreduce.py); layers are eager, but for attention and RMSNorm.
-  `scaling-eager` has an eager RMSNorm, too (arXiv 2311.05610 compares both).
-- `internevo`: InternLM's (github.com/InternLM/InternEvo, internlm/solver/optimizer/hybrid_zero_optim.py). Gradients in
-  bf16 are reduced under the last backward; each rank broadcasts the weights that it stepped, one rank after the other
-  (`broadcast_params`). Residuals are eager, norms are apex's, rotation and loss those of flash-attn.
 - `alst`: DeepSpeed's ZeRO 3 with sequence-parallel ranks, transformers' layers and Liger's kernels (arXiv 2410.10989),
   which has no pipeline: `rank/rivals.py` compares it with a ranking. Bekman et al., arXiv 2506.13996; ArcticTraining,
   `projects/sequence-parallelism` and `monkey_patches.py`; DeepSpeed 0.19.8, `runtime/sequence_parallel/ulysses_sp.py`.
-- `megatron-core`: Megatron-core with Transformer Engine as NVIDIA runs it since 2024. Its user guide (overlaps), that
-  of Transformer Engine 2.x (LayerNormLinear, attention by cuDNN), NeMo's performance guide (tensor-parallel overlap).
+- `megatron-core`: Megatron-core with Transformer Engine as NVIDIA runs it since 2024. Its user guide (overlaps), the
+  guide of Transformer Engine 2.x (LayerNormLinear, attention by cuDNN), NeMo's guide (tensor-parallel overlap).
 """
 
 import math
@@ -128,36 +112,6 @@ DEEPSPEED = replace(
         ("num_token_slices", (1,)),
         ("stage_partition", ("uniform", "parameters")),
     ),
-)
-
-
-DEEPSPEED_EAGER = replace(
-    DEEPSPEED,
-    name="deepspeed-eager",
-    title="DeepSpeed's pipeline engine with layers in plain PyTorch",
-    measured_on=("hopper",),
-    operators=replace(
-        DEEPSPEED.operators,
-        layernorm=Operator(forward=2, backward=5, backward_kernels=2),
-        # Dropout with a mask of one byte, and the sum; back the same, and the sum of both branches' gradients.
-        residual=Operator(
-            forward=5, backward=5, forward_bytes=1, backward_bytes=1, forward_kernels=2, backward_kernels=2
-        ),
-        # The bias of the product before is added on its own.
-        activation=Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2),
-        gated_activation=Operator(forward=7, backward=10, forward_kernels=3, backward_kernels=4),
-    ),
-    attention=replace(
-        DEEPSPEED.attention,
-        # Counted are 29 and 49: written by the product (2), masked (5), cast to fp32 (6), softmax (8), cast back (6),
-        # read by the product with the values (2); back each of them, the softmax from two tensors.
-        score_bytes=42,
-        score_bytes_backward=129,
-        forward_kernels=10,
-        backward_kernels=18,
-    ),
-    # A fused step reads and writes 18.
-    step_bytes=74,
 )
 
 
@@ -282,36 +236,14 @@ FSDP = Software(
 )
 
 
-FMS_FSDP = replace(
-    FSDP,
-    name="fms-fsdp",
-    title="IBM's fms-fsdp",
-    # A gradient in bf16 is copied into a tensor, and its part out of it.
-    products=replace(FSDP.products, accumulation_bytes=8),
-    communication=replace(FSDP.communication, reduction_bytes=2),
-)
-
-
-LLM_FOUNDRY = replace(
-    FSDP,
-    name="llm-foundry",
-    title="MosaicML's llm-foundry of 2023",
-    operators=replace(
-        EAGER,
-        # flash-attn's fused loss reads logits and writes their gradient over them. Two metrics of each micro-batch cast
-        # the logits to fp32 and compute the loss again.
-        loss=Operator(forward=3, backward=2, forward_bytes=24, forward_kernels=7),
-    ),
-    attention=replace(FSDP.attention, kernel="flash-attention-1"),
-    loss_in_place=True,
-)
-
-
 ALST = replace(
-    FMS_FSDP,
+    FSDP,
     name="alst",
     title="ZeRO 3 with Ulysses (DeepSpeed's ALST)",
     measured_on=(),
+    # A gradient in bf16 is copied into a tensor, and its part out of it.
+    products=replace(FSDP.products, accumulation_bytes=8),
+    communication=replace(FSDP.communication, reduction_bytes=2),
     runs=tuple(each for each in FSDP.runs if each[0] != "sequence_parallel_size"),
     operators=replace(
         EAGER,
@@ -330,58 +262,8 @@ ALST = replace(
 )
 
 
-SCALING = replace(
-    DEEPSPEED,
-    name="scaling",
-    title="Aleph Alpha's scaling",
-    operators=replace(EAGER, rmsnorm=FUSED_RMSNORM),
-    # Gradients of micro-batches are added up by autograd: read twice, and written.
-    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=6),
-    attention=FSDP.attention,
-    communication=Communication(),
-    residual_dropout=False,
-    states=DEEPSPEED.keeping_gradients("bf16").states,
-)
-
-SCALING_EAGER = replace(
-    SCALING,
-    name="scaling-eager",
-    title="Aleph Alpha's scaling with an eager RMSNorm",
-    operators=EAGER,
-)
-
-INTERNEVO = replace(
-    MEGATRON_CORE,
-    name="internevo",
-    title="InternLM's InternEvo",
-    operators=replace(
-        EAGER, rmsnorm=FUSED_RMSNORM, rotary=MEGATRON_CORE.operators.rotary, loss=MEGATRON_CORE.operators.loss
-    ),
-    products=SCALING.products,
-    communication=Communication(overlaps_gradient_reduction=True, reduction_bytes=2, broadcasts_parts=True),
-    bucket_elements=256 * 2**20,
-    bucket_elements_per_rank=0,
-    states=MEGATRON_CORE.keeping_gradients("bf16").states,
-)
-
-
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            TERAPIPE,
-            MEGATRON_LM,
-            DEEPSPEED,
-            DEEPSPEED_EAGER,
-            MEGATRON_CORE,
-            FSDP,
-            FMS_FSDP,
-            LLM_FOUNDRY,
-            SCALING,
-            SCALING_EAGER,
-            INTERNEVO,
-        )
-    }
+    {each.name: each for each in (TERAPIPE, MEGATRON_LM, DEEPSPEED, MEGATRON_CORE, FSDP)}
 )
 """By name."""
 
@@ -405,13 +287,19 @@ def find_software(name: str) -> Software:
     return described_software({"name": Path(name).stem, **document}, name)
 
 
-def described_software(document: Mapping[str, Any], file: str, *path: str) -> Software:
-    """Return the trainer of an object at a place of a file; `gradients` as `Software.keeping_gradients`."""
+def described_software(
+    document: Mapping[str, Any], file: str, *path: str, known: Mapping[str, Software] = SOFTWARE
+) -> Software:
+    """Return the trainer of an object at a place of a file; `gradients` as `Software.keeping_gradients`.
+
+    Args:
+        known: the trainers that it may be `like`.
+    """
     differences = dict(document)
     like, gradients = differences.pop(LIKE, None), differences.pop("gradients", None)
-    if not isinstance(like, str) or like not in SOFTWARE:
-        raise fault(place(file, *path, LIKE), like, "is not a known trainer", suggestion(str(like), SOFTWARE))
-    software = SOFTWARE[like]
+    if not isinstance(like, str) or like not in known:
+        raise fault(place(file, *path, LIKE), like, "is not a known trainer", suggestion(str(like), known))
+    software = known[like]
     if gradients is not None:
         if gradients not in ("bf16", "fp16", "fp32"):
             raise fault(place(file, *path, "gradients"), gradients, "is not known", "choose among bf16, fp16, fp32")

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import published
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.trials import Trial, published_software, read_trials
+from megatron_terapipe.search.learn.trainers_file import OF_PACKAGE, Trainers, read_trainers
+from megatron_terapipe.search.learn.trials import Trial, read_trials
+from megatron_terapipe.search.machine import library
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import Counted, MemoryModel
@@ -16,6 +19,7 @@ from megatron_terapipe.search.price.step import step_traffic
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"
+PUBLISHED = read_trainers(str(published.TRAINERS))
 
 LINE: dict[str, Any] = {
     "source": "a table",
@@ -34,10 +38,10 @@ def changed(part: str | None = None, **values: Any) -> dict[str, Any]:
     return document
 
 
-def read(tmp_path: Path, *documents: Any) -> list[Trial]:
+def read(tmp_path: Path, *documents: Any, trainers: Trainers = OF_PACKAGE) -> list[Trial]:
     path = tmp_path / "trials.jsonl"
     path.write_text("\n".join(json.dumps(document) for document in documents) + "\n\n")
-    return read_trials(path)
+    return read_trials(path, trainers)
 
 
 def test_a_line(tmp_path: Path) -> None:
@@ -57,6 +61,17 @@ def test_a_line(tmp_path: Path) -> None:
 def test_trials_of_fsdp_that_were_written_with_zero_1_have_zero_3(tmp_path: Path) -> None:
     (trial,) = read(tmp_path, changed("strategy", zero_stage=1) | {"software": "fsdp"})
     assert trial.strategy.zero_stage == 3
+
+
+def test_the_cluster_of_a_published_trial(tmp_path: Path) -> None:
+    fields = {"device": "A100-SXM4", "devices_per_node": 8, "intra_node_GBps": 250, "inter_node_Gbps": 800}
+    (trial,) = read(tmp_path, changed(cluster=fields | {"num_devices": 20}))
+    assert [node.num_devices for node in trial.cluster.nodes] == [8, 8, 4]
+    node = trial.cluster.nodes[0]
+    # 800 Gbit/s are four cards of 200, the line rate of a card of this age.
+    assert (node.inside.bandwidth, node.network.bandwidth, node.num_network_cards) == (250e9, 25e9, 4)
+    (trial,) = read(tmp_path, changed(cluster={"device": "GH200-96GB", "devices_per_node": 4, "num_devices": 8}))
+    assert trial.cluster.nodes[0].inside == library.machine("quad-gh200").node.inside
 
 
 def test_models_and_clusters_are_shared(tmp_path: Path) -> None:
@@ -97,13 +112,6 @@ def test_interleaving_with_a_layer_a_model_chunk(tmp_path: Path) -> None:
     strategy = {"pipeline_parallel_size": 8, "schedule": "1F1B-I", "num_micro_batches": 16}
     (trial,) = read(tmp_path, changed(model=model, strategy=strategy))
     assert (trial.strategy.num_model_chunks, trial.strategy.global_batch_size) == (3, 16)
-
-
-def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
-    source = "bigscience-workshop/bigscience tr11 chronicles-prequel (Apache-2.0)"
-    groups = ("h1_l1_g1_b1_02-27_hd1", "h1_l1_g1_b1_02-28_hd1")
-    trials = read(tmp_path, *(changed(source=source, group=group) for group in groups))
-    assert [trial.precision for trial in trials] == ["fp16", "bf16"]
 
 
 TOKENS, HIDDEN, LAYERS = 512, 256, 8
@@ -286,19 +294,54 @@ def test_no_file_and_no_trial(tmp_path: Path) -> None:
     [("bigscience", 77, 34), ("sailor_gh200", 13, 12), ("sc21", 5, 1), ("zero_bubble", 24, 6), ("vtrain_multi", 41, 2)],
 )
 def test_published_trials(name: str, trials: int, groups: int) -> None:
-    found = read_trials(TRIALS / f"{name}.jsonl")
+    found = read_trials(TRIALS / f"{name}.jsonl", PUBLISHED)
     assert (len(found), len({(one.source, one.group) for one in found})) == (trials, groups)
 
 
 @pytest.mark.parametrize(
-    ("source", "named", "software"),
+    ("source", "named", "group", "software", "precision"),
     [
-        ("VIA-Research/vTrain", "", "deepspeed"),
-        ("eth-easl/sailor", "", "deepspeed-eager"),
-        ("MosaicML llm-foundry throughput tables", "fsdp", "llm-foundry"),
-        ("someone", "fsdp", "fsdp"),
-        ("someone", "", "megatron-lm"),
+        ("VIA-Research/vTrain", None, "g", "deepspeed", "fp16"),
+        ("eth-easl/sailor", None, "g", "deepspeed-eager", "fp16"),
+        ("MosaicML llm-foundry throughput tables", "fsdp", "g", "llm-foundry", "fp16"),
+        ("Hagemann et al., arXiv 2311.05610", "megatron-core", "30B_ckpt", "scaling-eager", "fp16"),
+        ("Hagemann et al., arXiv 2311.05610", "megatron-core", "30B", "scaling", "fp16"),
+        ("bigscience-workshop/bigscience tr11 chronicles-prequel", None, "h1_l1_02-27_hd1", "deepspeed", "fp16"),
+        ("bigscience-workshop/bigscience tr11 chronicles-prequel", None, "h1_l1_02-28_hd1", "deepspeed", "bf16"),
+        ("someone", "fsdp", "g", "fsdp", "fp16"),
+        ("someone", "internevo", "g", "internevo", "bf16"),
+        ("someone", None, "g", "megatron-lm", "fp16"),
     ],
 )
-def test_software_of_published_trials(source: str, named: str, software: str) -> None:
-    assert published_software(source, named) == software
+def test_trainers_of_published_trials(
+    tmp_path: Path, source: str, named: str | None, group: str, software: str, precision: str
+) -> None:
+    given = None if precision == "fp16" or source != "someone" else precision
+    document = changed(source=source, group=group, software=named, precision=given)
+    (trial,) = read(tmp_path, document, trainers=PUBLISHED)
+    assert (trial.software.name, trial.precision) == (software, precision)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ([], "holds [], which is not an object"),
+        ({"trainer": {}}, "trainer {} is not a known field: did you mean trainers?"),
+        ({"trainers": {"fsdp": {"like": "fsdp"}}}, "trainers.fsdp is a trainer of the package: give it another name"),
+        (
+            {"trainers": {"ours": {"like": "fsdb"}}},
+            'trainers.ours.like "fsdb" is not a known trainer: did you mean',
+        ),
+        ({"trainers": {"ours": {"like": "fsdp", "launches": 1}}}, "trainers.ours.launches is not known"),
+        ({"trials": [{"software": "fsdp"}]}, "trials[0].source is missing"),
+        ({"trials": [{"source": "a", "software": "b"}]}, 'trials[0].software "b" is not a known trainer'),
+        ({"trials": [{"source": "a", "group": "("}]}, 'trials[0].group "(" is not a regular expression'),
+        ({"trials": [{"source": "a", "precision": "int8"}]}, 'trials[0].precision "int8" is not known'),
+    ],
+)
+def test_refused_files_of_trainers(tmp_path: Path, document: object, said: str) -> None:
+    path = tmp_path / "trainers.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError) as error:
+        read_trainers(str(path))
+    assert said in str(error.value) and str(error.value).startswith(str(path)) and "\n" not in str(error.value)

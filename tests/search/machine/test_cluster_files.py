@@ -1,6 +1,4 @@
-import json
 import re
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,6 @@ from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_c
 from megatron_terapipe.search.machine.hostfile import hostfile_text
 from megatron_terapipe.search.machine.library import MACHINES
 from tests.architecture.sources import ROOT
-
-TRIALS = ROOT.parent / "shared" / "reference" / "trials"
-PUBLISHED = [path for path in TRIALS.glob("*.jsonl") if path.name != "experts.jsonl"]
-"""Those in the format of trials: the rows about mixtures of experts are raw."""
 
 
 def parsed(**fields: Any) -> tuple[Cluster, tuple[str, ...]]:
@@ -122,47 +116,12 @@ def test_hosts_and_overrides() -> None:
             {"nodes": [{"device": "T4", "name": "t"}], "overrides": {"u": {}}},
             "c.json: overrides.u is not a host: choose among t",
         ),
-        ({"device": "T4", "devices_per_node": 4}, "c.json: num_devices is missing"),
-        ({"device": "T4", "num_devices": 9, "num_nodes": 2, "devices_per_node": 4}, "is more than num_nodes x devices"),
     ],
 )
 def test_errors(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         parse_cluster(fields, "c.json")
     assert "\n" not in str(caught.value)
-
-
-def test_cluster_of_a_trial() -> None:
-    fields = {"device": "A100-SXM4", "devices_per_node": 8, "intra_node_GBps": 250, "inter_node_Gbps": 800}
-    cluster = parse_cluster(fields | {"num_devices": 20}, "trial")[0]
-    assert [node.num_devices for node in cluster.nodes] == [8, 8, 4]
-    node = cluster.nodes[0]
-    assert node.inside.bandwidth == 250e9
-    # 800 Gbit/s are four cards of 200, the line rate of a card of this age.
-    assert (node.network.bandwidth, node.num_network_cards) == (25e9, 4)
-    assert parse_cluster({"device": "T4", "num_nodes": 3, "devices_per_node": 4}, "trial")[0].num_devices == 12
-
-
-def test_omitted_links_of_a_trial_are_noted() -> None:
-    cluster, notes = parsed(device="GH200-96GB", devices_per_node=4, num_devices=8)
-    assert cluster.nodes[0].inside == library.machine("quad-gh200").node.inside
-    assert notes == ("links inside and network of GH200-96GB nodes not given: those of a quad-gh200 are taken",)
-    assert not parsed(device="GH200-96GB", devices_per_node=4, num_devices=1)[1]
-
-
-@pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not here")
-def test_clusters_of_all_published_trials() -> None:
-    rows = [json.loads(line) for path in PUBLISHED for line in path.open()]
-    # A cluster in the form of nodes has no number of devices; the strategy uses them all.
-    num_devices = {json.dumps(row["cluster"]): row["cluster"].get("num_devices", ranks_of(row)) for row in rows}
-    for text, number in num_devices.items():
-        assert parse_cluster(json.loads(text), "trial")[0].num_devices == number
-    assert num_devices
-
-
-def ranks_of(trial: dict[str, Any]) -> int:
-    sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-    return prod(trial["strategy"][size] for size in sizes)
 
 
 def test_hostfile(tmp_path: Path) -> None:
@@ -221,16 +180,15 @@ def test_a_named_machine_keeps_its_number_of_cards() -> None:
         ({"machine": "dgx-h100", "network": "3200 Gbit/s"}, "their number in cards"),
         ({"machine": "dgx-a100", "network": "12.5 Gbit/s"}, "and 12.5 GB/s is that of a card of 100 Gbit/s"),
         ({"device": {"like": "H100", "half_flops": "1979 TFLOP/s"}}, "counts sparsity: write 989"),
-        # Hosts that differ, and flat clusters.
+        # A host that differs.
         (
             {"nodes": [{"name": "a", "machine": "dgx-h100"}], "overrides": {"a": {"inside": "900 GB/s"}}},
             "so write 450 GB/s",
         ),
-        ({"device": "A100", "num_nodes": 2, "intra_node_GBps": 600, "inter_node_Gbps": 1600}, "so write 300 GB/s"),
     ],
 )
 def test_notes_about_units(node: dict[str, Any], note: str) -> None:
-    _, notes = parse_cluster(node if {"nodes", "num_nodes"} & set(node) else {"nodes": [node]}, "c.json")
+    _, notes = parse_cluster(node if "nodes" in node else {"nodes": [node]}, "c.json")
     assert sum(note in each for each in notes) == 1, notes
 
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.flags import TRAINERS
+from megatron_terapipe.search.learn.trainers_file import read_trainers
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import DEEPSPEED_EAGER, SOFTWARE, find_software
+from megatron_terapipe.search.machine.trainers import SOFTWARE, find_software
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery
@@ -21,6 +23,9 @@ from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.search.problems import small_problem
+
+PUBLISHED = read_trainers(str(published.TRAINERS)).software
+"""Trainers of the package, and of published runs."""
 
 
 def written(tmp_path: Path, document: object) -> str:
@@ -33,9 +38,9 @@ def test_the_flag_names_all_of_them() -> None:
     assert TRAINERS == tuple(SOFTWARE)
 
 
-@pytest.mark.parametrize("name", SOFTWARE)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_description_is_complete(name: str) -> None:
-    software = SOFTWARE[name]
+    software = PUBLISHED[name]
     known: dict[str, Dimension] = {each.name: each for each in DIMENSIONS}
     assert {dimension for dimension, _ in software.runs} <= set(known)
     for precision in ("fp32", "fp16", "bf16"):
@@ -90,6 +95,7 @@ GPT_NEO = gpt_workload(
 )
 BLOCK, GH200 = GPT_NEO.layers[1], device("GH200-96GB")
 EFFICIENCY = HardwareEfficiency()
+DEEPSPEED_EAGER = PUBLISHED["deepspeed-eager"]
 
 
 @pytest.mark.parametrize(
@@ -168,5 +174,5 @@ def test_trainers_differ() -> None:
     def unsliced(software: Software) -> Strategy:
         return replace(LAYOUT, recompute="none", zero_stage=dict(software.runs)["zero_stage"][-1])
 
-    norms = {software: software.operators.rmsnorm for software in SOFTWARE.values()}
-    assert len({(*priced(software, unsliced(software)), norm) for software, norm in norms.items()}) == len(SOFTWARE)
+    norms = {software: software.operators.rmsnorm for software in PUBLISHED.values()}
+    assert len({(*priced(software, unsliced(software)), norm) for software, norm in norms.items()}) == len(PUBLISHED)

@@ -1,7 +1,7 @@
 """Large runs that others published, priced with the software that ran them, without a fit.
 
-`published_runs.jsonl` has the figures with their sources. Micro-batch sizes, model chunks and layouts that are not
-published are assumed, as the line notes.
+`benchmarks/published/runs.jsonl` has the figures with their sources. Micro-batch sizes, model chunks and layouts that
+are not published are assumed, as the line notes.
 """
 
 from collections import defaultdict
@@ -10,10 +10,11 @@ from statistics import median
 
 import pytest
 
+from benchmarks import published
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.price.cost_model import CostModel
 
-RUNS = read_trials(Path(__file__).parent / "published_runs.jsonl")
+RUNS = read_trials(published.RUNS)
 
 
 def error(name: str) -> float:

@@ -66,11 +66,9 @@ TARGETS = (
         seeds=(
             (EXAMPLES / "clusters/a100-64.json").read_bytes(),
             (EXAMPLES / "clusters/this-machine.json").read_bytes(),
-            _json(TRIAL["cluster"] | {"devices_per_node": 4, "intra_node_GBps": 300}),
         ),
         found=(
             b'{"nodes": [{"device": "T4", "count": 2, "network": {"bandwidth_Gbps": 1e999}}]}',
-            b'{"device": "T4", "num_devices": 8, "inter_node_Gbps": 1e308}',
             b'{"nodes": [' + b'{"device": "T4", "count": 100000, "devices": 1024},' * 99 + b'{"device": "T4"}]}',
         ),
     ),
@@ -119,8 +117,9 @@ TARGETS = (
         read=in_file("t.jsonl", read_trials),
         seeds=(
             _json(TRIAL) + b"\n",
+            _json(TRIAL | {"cluster": TRIAL["cluster"] | {"devices_per_node": 4, "intra_node_GBps": 300}}) + b"\n",
             _json(TRIAL | {"measured": {"longer_than_s": 1e999}}) + b"\n",
-            b"\n".join((EXAMPLES.parent / "tests/search/price/published_runs.jsonl").read_bytes().splitlines()[:2]),
+            b"\n".join((EXAMPLES.parent / "benchmarks/published/runs.jsonl").read_bytes().splitlines()[:2]),
         ),
         found=(_json(TRIAL | {"model": GPT | {"num_layers": 2**31}}), _json(TRIAL | {"model": {"model_preset": -1}})),
     ),

@@ -1,21 +1,29 @@
 """Rows of published tables of mixtures of experts, as trials.
 
+python -m benchmarks.published.rows ROWS.jsonl > TRIALS.jsonl
+
 A row is a line whose `model` is a name. It has the figures as they were printed: `system`, `gpus`, `precision`, `tp`,
 `pp`, `cp`, `ep`, `etp`, `vpp`, `micro_batch`, `global_batch`, `seq`, `step_time_s` and some more. A row is left out,
-with the reason, where it is no step of pretraining, where the layout or the model is not known, and where no formula
+with the reason, where it is not a step of pretraining, where the layout or the model is not known, and where no formula
 describes the layers. Settings that a table does not print are those of Megatron's recipes for throughput: routers
 choose evenly, optimizer states are divided, gradients are in bf16 (`grad_reduce_in_fp32 = False`), nothing is
-recomputed. `published_rows.toml` has the models, the systems and their sources.
+recomputed. `rows.toml` has the models, the systems and their sources.
 """
 
+import json
 import re
-from collections.abc import Mapping
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from deepspeed_ext.plan.text_files import read_text
+from benchmarks.measuring.command import Parser
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config.presets import LLAMA, UNTIED, find_preset
+from megatron_terapipe.search.learn.trials import TrialReader
 
 LAYOUT = ("gpus", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "seq")
 
@@ -24,24 +32,17 @@ NO_SPEED = "headline", "measured, short"
 
 
 class LeftOutError(Exception):
-    """A row that is no trial, with the reason."""
+    """A row that cannot be a trial, with the reason."""
 
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return the tables of `published_rows.toml`."""
-    import tomllib
-
-    return tomllib.loads(read_text(Path(__file__).with_suffix(".toml")))
-
-
-def is_row(document: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether the object of a line is a row of a published table."""
-    return isinstance(document, Mapping) and isinstance(document.get("model"), str) and "strategy" not in document
+    """Return the tables of `rows.toml`."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object of a trial; raises a `LeftOutError` where the row is none."""
+    """Return the object of a trial; raises a `LeftOutError` where it has none."""
     _check(row)
     model, cluster, devices = _settings(row), tables()["clusters"][_system(row)], row["gpus"]
     ranks = row["tp"] * row["pp"] * row["cp"]
@@ -139,3 +140,35 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
     if row.get("layers"):
         model["num_layers"] = row["layers"]
     return model | of_all
+
+
+def trials_of_rows(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> list[dict[str, Any]]:
+    """Return the objects of the trials; `left_out` counts the other rows by reason."""
+    trials, reader = [], TrialReader("rows")
+    for number, row in enumerate(rows, start=1):
+        try:
+            trial = trial_of_row(row)
+            reader.read(number, json.dumps(trial))
+            trials.append(trial)
+        except LeftOutError as reason:
+            left_out[str(reason)] += 1
+        except UserError:
+            left_out["a layout that no strategy describes"] += 1
+    return trials
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the trials, and to the standard error the number of rows that are left out, by reason."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("path", type=Path, metavar="ROWS.jsonl")
+    left_out: Counter[str] = Counter()
+    lines = parser.parse_args(argv).path.read_text(encoding="utf-8").splitlines()
+    for trial in trials_of_rows(map(json.loads, lines), left_out):
+        print(json.dumps(trial))
+    for reason, count in left_out.most_common():
+        print(f"{count} left out: {reason}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

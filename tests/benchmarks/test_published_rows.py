@@ -1,7 +1,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from itertools import permutations
 from pathlib import Path
 from statistics import mean
@@ -9,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published.rows import tables, trials_of_rows
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.published_rows import tables
 from megatron_terapipe.search.learn.trials import Trial, models_of, read_trials
 from megatron_terapipe.search.learn.validation import folds_of
 from megatron_terapipe.search.price.cost_model import CostModel
@@ -34,8 +33,8 @@ ROW: dict[str, Any] = {
 
 def read(tmp_path: Path, *rows: dict[str, Any], left_out: Counter[str] | None = None) -> list[Trial]:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return read_trials(path, left_out)
+    path.write_text("\n".join(map(json.dumps, trials_of_rows(rows, Counter() if left_out is None else left_out))))
+    return read_trials(path)
 
 
 def test_a_row(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_sizes_are_those_of_the_publication(tmp_path: Path, model: str, billions
         ({"model": "A new one"}, "model A new one not known"),
     ],
 )
-def test_rows_that_are_no_trials(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_rows_that_are_left_out(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     left_out: Counter[str] = Counter()
     assert len(read(tmp_path, ROW, {**ROW, **changes}, left_out=left_out)) == 1
     ((found, count),) = left_out.items()
@@ -114,17 +113,21 @@ published = pytest.mark.skipif(not TRIALS.is_file(), reason="the published trial
 
 
 @published
-def test_published_rows() -> None:
+def test_published_rows(tmp_path: Path) -> None:
     left_out: Counter[str] = Counter()
-    trials = read_trials(TRIALS, left_out)
+    trials = published_trials(tmp_path, left_out)
     assert (len(trials), left_out.total()) == (68, 99)
     assert Counter((one.precision, one.device) for one in trials)["bf16", H100] == 19
 
 
-@cache
-def in_bf16() -> list[tuple[Trial, float]]:
+def published_trials(folder: Path, left_out: Counter[str] | None = None) -> list[Trial]:
+    return read(folder, *map(json.loads, TRIALS.read_text().splitlines()), left_out=left_out)
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Trial, float]]:
     """Trials in bf16, and their predicted seconds with nothing fitted."""
-    trials = [one for one in read_trials(TRIALS) if one.precision == "bf16"]
+    trials = [one for one in published_trials(tmp_path_factory.mktemp("rows")) if one.precision == "bf16"]
     models = models_of(
         trials, lambda one: CostModel(one.workload, one.cluster, software=one.software, precision=one.precision)
     )
@@ -136,9 +139,9 @@ def mean_error(predicted: Iterable[tuple[Trial, float]]) -> float:
 
 
 @published
-def test_times_on_h100() -> None:
+def test_times_on_h100(in_bf16: list[tuple[Trial, float]]) -> None:
     """The target is 12 % by folds over models; with nothing fitted, every fold has the same predictions: 10.9 %."""
-    rows = [(trial, seconds) for trial, seconds in in_bf16() if trial.device == H100]
+    rows = [(trial, seconds) for trial, seconds in in_bf16 if trial.device == H100]
     assert mean_error(rows) <= 0.11
     # Of gpt-oss 20.3 %, of Grok-1 8.2 %, of Qwen3 4.9 %.
     models = folds_of([trial for trial, _ in rows], None, "model") or ()
@@ -150,11 +153,11 @@ def test_times_on_h100() -> None:
 
 
 @published
-def test_the_order_of_layouts() -> None:
+def test_the_order_of_layouts(in_bf16: list[tuple[Trial, float]]) -> None:
     """The target is at most one pair of layouts of a model and cluster in the wrong order; of these none is."""
     pairs = [
         (slow, fast)
-        for slow, fast in permutations(in_bf16(), 2)
+        for slow, fast in permutations(in_bf16, 2)
         if slow[0].group == fast[0].group and slow[0].least_time_s > fast[0].least_time_s
         if (slow[0].strategy, slow[0].software) != (fast[0].strategy, fast[0].software)
     ]
