@@ -1,7 +1,7 @@
 """Files of `--trainers`: more trainers than the package has, and which of them ran which trials.
 
     trainers: {NAME: {like: megatron-core, ...}}                # differences, as in a file of `--software`
-    trials: [{source: TEXT, software: NAME, precision: bf16}]   # where lines of trials do not say it themselves
+    trials: [{source: TEXT, software: NAME, precision: bf16}]   # for trials that do not state them
 
 `benchmarks/published/trainers.yaml` has the trainers of published runs.
 """
