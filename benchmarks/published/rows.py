@@ -5,7 +5,7 @@ python -m benchmarks.published.rows ROWS.jsonl > TRIALS.jsonl
 A row is a line whose `model` is a name. It has the figures as they were printed: `system`, `gpus`, `precision`, `tp`,
 `pp`, `cp`, `ep`, `etp`, `vpp`, `micro_batch`, `global_batch`, `seq`, `step_time_s` and some more. A row is left out,
 with the reason, where it is not a step of pretraining, where the layout or the model is not known, and where no formula
-describes the layers. Settings that a table does not print are those of Megatron's recipes for throughput: routers
+describes the layers. A setting that a table does not print has the value of Megatron's recipes for throughput: routers
 choose evenly, optimizer states are divided, gradients are in bf16 (`grad_reduce_in_fp32 = False`), nothing is
 recomputed. `rows.toml` has the models, the systems and their sources.
 """
