@@ -7,7 +7,8 @@ micro-batches they belong to holds keys and values of its whole sequence, and, w
 of the keys and values before its last token slice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -15,7 +16,9 @@ from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from benchmarks.measuring.command import Parser
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.workload import batches, benchmark_model, join, our_engine
+from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.clocks import Observer
 from megatron_terapipe.config import ModelConfig, flops
 
 FP32_BYTES = 4
@@ -35,6 +38,21 @@ def closed_form(
     return num_layers * (live * length * token + live_micro_batches * model.seq_length * key_value + owed)
 
 
+class BesideBackwards(Observer):
+    """The most bytes alive right before or after a backward."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live, self.most = live, 0
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        """Read the bytes beside a backward."""
+        before = self._live.now
+        yield
+        if op.kind is not OpKind.FORWARD:
+            self.most = max(self.most, before, self._live.now)
+
+
 def measure(model: ModelConfig, num_token_slices: int, num_micro_batches: int, recompute: str) -> tuple[int, int]:
     """Bytes of activations on this rank: the most between two ops, and the most at any moment."""
     cut = TokenSlices.uniform(model.seq_length, num_token_slices)
@@ -42,24 +60,11 @@ def measure(model: ModelConfig, num_token_slices: int, num_micro_batches: int, r
     engine = our_engine(model, cut, num_micro_batches, num_stages=stages, recompute=recompute)
     data = batches(model, for_deepspeed=False)
     engine.train_batch(data)
-    between_ops = 0
     # Weight gradients are made anew in every step; by the time the peak comes they are all there.
     gradients = sum(parameter.nbytes for parameter in engine.module.parameters())
-    with LiveBytes() as live:
-        run = engine._exec_backward
-
-        def watched(*arguments: int, **keywords: int) -> None:
-            nonlocal between_ops
-            between_ops = max(between_ops, live.now)
-            run(*arguments, **keywords)
-            between_ops = max(between_ops, live.now)
-
-        table = dict(engine._INSTRUCTION_MAP)
-        backward = next(key for key in table if key.__name__ == "Backward")
-        table[backward] = lambda _, **keywords: watched(**keywords)
-        engine._INSTRUCTION_MAP = table
+    with LiveBytes() as live, engine.observers.joined_by(BesideBackwards(live)) as beside:
         engine.train_batch(data)
-    return between_ops - gradients, live.peak - gradients
+    return beside.most - gradients, live.peak - gradients
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -126,16 +126,14 @@ def measured(figures: Figures, what: str) -> Iterator[None]:
 
 def schedule(scale: Scale) -> Figures:
     """The program of one pipeline rank: order, check and lowering."""
+    from deepspeed_ext.plan.programs.proven import ProvenSchedule
     from deepspeed_ext.plan.schedules import schedule_named
-    from deepspeed_ext.runtime.rank_programs import RankPrograms
 
-    shape = PipelineShape(scale.stages, 1, scale.token_slices)
-    programs = RankPrograms(
-        schedule_named(scale.schedule), rank=scale.stage, shape=shape, loading_ranks={0, scale.stages - 1}
-    )
+    shape = PipelineShape(scale.stages, scale.micro_batches, scale.token_slices)
+    programs = ProvenSchedule(schedule_named(scale.schedule))
     figures: Figures = {"ops of all ranks": 2.0 * scale.stages * scale.micro_batches * scale.token_slices}
     with measured(figures, "program ready"):
-        programs.program(programs.shape(scale.micro_batches), training=True)
+        programs.program(scale.stage, shape, training=True, loading_ranks={0, scale.stages - 1})
     return figures
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, received
 from deepspeed_ext.plan.programs.program import MESSAGE_CTAS, Channel, channel_of, communicators, warm_up_order
-from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.live_batch import LiveBatch
 from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 
 _HEADER_LENGTH = 128
@@ -139,7 +139,7 @@ class Incoming:
             self._post(self._unposted.popleft()[0], spec)
 
     def wait(self, name: Hashable) -> tuple[Tensor, ...]:
-        """Wait for a message and return its tensors [...]; those that need a gradient are leaves that require one."""
+        """Wait for a message and return its tensors [...]; tensors that need a gradient are leaves that require one."""
         while name not in self._posted:
             first, kind = self._unposted.popleft()
             if (spec := self.shapes.find(kind)) is None:
@@ -186,7 +186,7 @@ def _describe(spec: MessageSpec) -> str:
 
 
 class _MessageKind(NamedTuple):
-    """Messages of a kind have the same shapes: those of a stage and token slice; of one micro-batch, if dynamic."""
+    """Messages of one shape: of a stage and a token slice; of one micro-batch, too, if shapes are dynamic."""
 
     phase: Hashable
     stage: int
@@ -222,8 +222,6 @@ class RankLinks:
         own_rank = coordinate.pipe
         self._shape = shape
         self._dynamic_shape = dynamic_shape
-        self._phase: Hashable = ""
-        self._parts: Callable[[int], TokenSlices] | None = None
         rule = None if activation_rule is None or dynamic_shape else (lambda kind: activation_rule(kind.length))
         self._ends: dict[Channel, Any] = {}  # `Incoming` or `Outgoing`
         numbers = communicators(shape)
@@ -258,9 +256,9 @@ class RankLinks:
         """Tensors sent by this rank, headers included."""
         return sum(end.num_messages for end in self._ends.values() if isinstance(end, Outgoing))
 
-    def begin(self, phase: Hashable, shape: PipelineShape, parts: Callable[[int], TokenSlices]) -> None:
-        """Start a batch of a phase, with shapes of its own. `parts` gives this rank's part of each token slice."""
-        self._phase, self._shape, self._parts = phase, shape, parts
+    def begin(self, batch: LiveBatch) -> None:
+        """Start a batch, with shapes of its own."""
+        self._batch, self._shape = batch, batch.plan.shape
         if self._dynamic_shape:
             self.forget_shapes()
 
@@ -313,6 +311,8 @@ class RankLinks:
 
     def _kind(self, reader: Op) -> _MessageKind:
         micro_batch = reader.micro_batch if self._dynamic_shape else None
-        assert self._parts is not None, "a batch has begun"
-        length = self._parts(reader.micro_batch).lengths[reader.token_slice]
-        return _MessageKind(self._phase, reader.stage, reader.token_slice, length, micro_batch)
+        plan = self._batch.plan
+        # All that determines the shapes of activations, so that the shapes of one batch are never used for another.
+        phase = plan.training, plan.rows, plan.token_slices
+        length = self._batch.parts_of(reader.micro_batch).lengths[reader.token_slice]
+        return _MessageKind(phase, reader.stage, reader.token_slice, length, micro_batch)

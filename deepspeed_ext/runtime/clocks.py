@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -69,6 +69,9 @@ class Observer:
         return nullcontext()
 
 
+Joining = TypeVar("Joining", bound=Observer)
+
+
 class Observers(Observer):
     """Several observers as one."""
 
@@ -76,11 +79,11 @@ class Observers(Observer):
         self._members = list(members)
 
     @contextmanager
-    def joined_by(self, observer: Observer) -> Iterator[None]:
+    def joined_by(self, observer: Joining) -> Iterator[Joining]:
         """Add another observer for the batches that run inside."""
         self._members.append(observer)
         try:
-            yield
+            yield observer
         finally:
             self._members.remove(observer)
 
@@ -110,7 +113,7 @@ class BackwardTimer(Observer):
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
-        """Time an op that is no forward."""
+        """Time an op other than a forward."""
         if op.kind is OpKind.FORWARD:
             yield
             return
@@ -136,7 +139,7 @@ def _named(name: str) -> Iterator[None]:
     accelerator = get_accelerator()
     accelerator.range_push(name)
     try:
-        # Ranges are those of a thread: kernels of a backward are launched by the one that launches the others.
+        # A range belongs to one thread, so kernels of a backward are launched by the thread of all other kernels.
         with torch.autograd.set_multithreading_enabled(False), torch.profiler.record_function(name):
             yield
     finally:

@@ -70,7 +70,7 @@ def prepare_cuda_environment(
     deterministic: bool = False,
     has_device: bool | None = None,
 ) -> list[str]:
-    """Set variables that are not set yet, and check those that are. Call it before torch is imported.
+    """Set missing variables, and check the others. Call it before torch is imported.
 
     Args:
         num_pipeline_ranks: ranks on the pipeline axis; a single one exchanges no messages.
@@ -78,7 +78,7 @@ def prepare_cuda_environment(
         has_device: whether there is a CUDA device; by default, whether the driver's device file is there.
 
     Returns:
-        Lines for the log: the variables that were set here, those that were set before, and warnings. Without CUDA
+        Lines for the log: the variables that were set here, earlier settings that were kept, and warnings. Without CUDA
         there are none, and no variable is set.
     """
     if not will_use_cuda(environment, has_device=has_device):

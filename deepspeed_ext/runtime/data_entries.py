@@ -43,7 +43,7 @@ class ForwardArguments:
         try:
             parameters = list(inspect.signature(function).parameters.values())[bound:]
         except ValueError:
-            # Functions written in C have no signature; those that are used as layers take one tensor.
+            # Functions written in C have no signature; as layers they take one tensor.
             return cls(owner, None)
         first = parameters[0].name if parameters and parameters[0].kind in _BY_NAME[:1] else None
         named = [each for each in parameters if each.kind in _BY_NAME and each.name not in (first, PAST)]
@@ -60,7 +60,7 @@ class ForwardArguments:
 
     @classmethod
     def of_layer(cls, number: int, layer: Any) -> "ForwardArguments":
-        """Read those of a `LayerSpec`, `TiedLayerSpec`, module or function; possible on every rank for all layers."""
+        """Read a layer's forward arguments: of a `LayerSpec`, `TiedLayerSpec`, module or function, on any rank."""
         bound = 0
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
             named, forward, bound = layer.forward_fn, layer.forward_fn, 1
@@ -73,7 +73,7 @@ class ForwardArguments:
         return cls.of(f"layer {number} ({getattr(named, '__name__', type(named).__name__)})", forward, bound=bound)
 
     def taken(self, names: Collection[str]) -> tuple[str, ...]:
-        """Those of some names that are arguments: not the first argument, and not the past."""
+        """The names that are arguments, without the first argument and the past."""
         if self.takes_all:
             return tuple(name for name in names if name not in (self.first, PAST))
         return tuple(name for name in names if name in self.required or name in self.optional)
@@ -162,7 +162,7 @@ class DataEntries:
             )
         if self._layers[0].first not in names:
             raise UserError(
-                f"{self._layers[0].owner} starts from {self._layers[0].first!r}, which is no entry of the data "
+                f"{self._layers[0].owner} starts from {self._layers[0].first!r}, which is not an entry of the data "
                 f"({_listed(names)}): name an entry like the first layer's first argument"
             )
         for layer in self._layers:
@@ -206,8 +206,8 @@ def _check(arguments: ForwardArguments, names: Sequence[str], source: str) -> No
     missing = [name for name in arguments.required if name not in names]
     if missing:
         raise UserError(
-            f"{arguments.owner} requires {missing[0]!r}, which is no entry of the {source} ({_listed(names)}): yield "
-            "it, or give the argument a default"
+            f"{arguments.owner} requires {missing[0]!r}, which is not an entry of the {source} ({_listed(names)}): "
+            "yield it, or give the argument a default"
         )
 
 

@@ -1,69 +1,44 @@
 """Runs a schedule of token slices on DeepSpeed's pipeline engine.
 
-The engine is a table from instruction to method: a schedule is lowered to this rank's program, and each instruction
-of the program calls the method of the executor that `METHODS` names. Optimizers, ZeRO, precision, checkpoints and
-reductions over data-parallel ranks are DeepSpeed's own.
+A batch, from here down:
 
-DeepSpeed regards all ranks with the same weights as readers of different data, so it counts every sequence once on
-each sequence-parallel rank. A user's configuration, and all sizes that the engine reports, count it once:
+    train_batch     plan of the batch -> `_running` -> `_exec_schedule`, which DeepSpeed calls -> loss
+    _running        chooses the program, starts all parts, and keeps the engine usable if a batch is refused
+    _exec_schedule  the loop over the program's instructions (`Executor.run`), then the end of a training step
 
-    train_batch_size = micro-batch size x micro-batches x data-parallel size
+Optimizers, ZeRO, precision, checkpoints and reductions over data-parallel ranks are DeepSpeed's own, adapted to our
+layouts by `AdaptedPipelineEngine`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.constants import ROUTE_TRAIN
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
-from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import RepeatingLoader
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.programs.device import ExpertExchange
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.program import Instruction, completing_ops
-from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.plan.programs.program import Program, completing_ops
+from deepspeed_ext.plan.programs.proven import ProvenSchedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.runtime.adapted_engine import AdaptedPipelineEngine
+from deepspeed_ext.runtime.batch_loss import BatchLoss
 from deepspeed_ext.runtime.channels import MessageSpec, RankLinks
 from deepspeed_ext.runtime.clocks import REDUCTIONS, SUMS, UPDATE, BackwardTimer, Observer, Observers, OpClock
-from deepspeed_ext.runtime.executor import METHODS, Executor
+from deepspeed_ext.runtime.executor import Executor
 from deepspeed_ext.runtime.first_batch_checks import check_same_data
-from deepspeed_ext.runtime.gradients.expert_weights import broadcast_weights, experts_apart
-from deepspeed_ext.runtime.gradients.gradient_norm import (
-    clip_gradients,
-    count_bad_copies,
-    global_grad_norm,
-    join_norms,
-    norm_with_experts,
-    skip_bad_update,
-)
-from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers, parameter_gathers
-from deepspeed_ext.runtime.gradients.reductions import (
-    GradientReductions,
-    gradient_reductions,
-    sum_over_sharing_ranks,
-    sum_over_tensor_parallel_ranks,
-)
 from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
-from deepspeed_ext.runtime.live_batch import Batch
-from deepspeed_ext.runtime.micro_batch import BatchLoss
-from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.rank_programs import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms, RunLengths
-from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
+from deepspeed_ext.runtime.live_batch import BatchPlan, LiveBatch
+from deepspeed_ext.runtime.micro_batch import MicroBatchReader
+from deepspeed_ext.runtime.run_lengths import RunLengths
 from deepspeed_ext.runtime.state.counts import StepTally, Tallies
 
 __all__ = ["TokenSlicePipelineEngine"]
@@ -71,133 +46,88 @@ __all__ = ["TokenSlicePipelineEngine"]
 NEVER_PRINTED = 100_000
 """Interval of DeepSpeed's prints, in steps, from which the times of steps are not kept for the next one."""
 
-SEQUENCES_PER_STEP = 1 << 32
-"""Above the number of any step, so that every sequence of a run has a number of its own."""
 
-_PHASES = {
-    SUMS: "sums over the ranks of a replica",
-    REDUCTIONS: "sums over replicas",
-    UPDATE: "norm, clipping and update",
-}
-"""Names of the phases in the ledger."""
-
-
-def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..., None]:
-    def execute(engine: "TokenSlicePipelineEngine", step: Instruction) -> None:
-        method(engine._executor, step)
-        engine.ledger.done()
-
-    return execute
-
-
-def _phase(name: str, method: Callable[["TokenSlicePipelineEngine"], None]) -> Callable[..., None]:
-    @wraps(method)
-    def execute(engine: "TokenSlicePipelineEngine") -> None:
-        with engine.observers.phase(name), engine.ledger.phase(_PHASES[name]):
-            method(engine)
-
-    return execute
-
-
-class TokenSlicePipelineEngine(PipelineEngine):
+class TokenSlicePipelineEngine(AdaptedPipelineEngine):
     """DeepSpeed's pipeline engine with token slices. Made by `deepspeed_ext.runtime.initialize`.
 
     Args:
-        schedule: order of the ops when training.
+        schedule: programs of the ranks.
         watch: watches this rank, and has its ledger.
 
-    Further arguments are those of `initialize` and `PipelineEngine`.
+    For further arguments see `initialize` and `PipelineEngine`.
     """
-
-    module: TokenSlicePipelineModule
-
-    # Class attributes, since the constructor of `PipelineEngine` reads them.
-    _reductions: GradientReductions | None = None
-    """Sums over replicas that start while backwards run."""
-    _gathers: ParameterGathers | None = None
-    """Gathers of weights that run under the next forward."""
-    _curr_ckpt_path: str | None = None
-    """Where DeepSpeed saves to or loads from at the moment."""
 
     def __init__(
         self,
         *arguments: Any,
-        schedule: Schedule,
+        schedule: ProvenSchedule,
         watch: StallWatch,
-        overlap_grad_reduce: bool = True,
-        overlap_param_gather: bool = False,
         check_token_slices: bool = True,
         key_value_gradients: torch.dtype | None = None,
-        host_copies: HostCopySettings | None = None,
-        expert_exchange: ExpertExchange = ExpertExchange.NONE,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
-        assert isinstance(self.module, TokenSlicePipelineModule), "made for a TokenSlicePipelineModule"
-        self._count_sequences()
-        self.tput_timer.batch_size = self.train_batch_size()
-        self._programs = RankPrograms(
-            schedule,
-            rank=self.stage_id,
-            shape=self.module.pipeline,
-            loading_ranks=self.module.reading_ranks,
-            host_copies=host_copies,
-            exchange=expert_exchange,
-        )
-        self._lengths = RunLengths()
-        self._replicas_meet = expert_exchange is not ExpertExchange.NONE
+        module, grid = self.module, self.grid
+        self._schedule, self._lengths = schedule, RunLengths()
         self._links = RankLinks(
-            self.module.topology(),
+            module.topology(),
             self.global_rank,
-            self.module.pipeline,
+            module.pipeline,
             self.device,
             timeout=watch.timeout + GRACE,
-            activation_rule=self._activation_shape if self.module.activation_spec else None,
+            activation_rule=self._activation_shape if module.activation_spec else None,
             dynamic_shape=self.dynamic_shape,
         )
         self.observers = Observers([BackwardTimer(self)] if self.wall_clock_breakdown() else [])
         """Surround ops and phases of the steps."""
         self.ledger = watch.ledger
         """Completed instructions and current position of this rank."""
-        join_norms(self)
         self._name_groups()
-        shares_experts = self.module.expert_ranks.size > 1
-        self._overlaps_reductions = overlap_grad_reduce
-        self._reductions = gradient_reductions(self) if overlap_grad_reduce or shares_experts else None
-        self._gathers = parameter_gathers(self) if overlap_param_gather else None
-        self._loss = BatchLoss(self)
-        tensor_ranks, sequence_ranks = self.grid.get_slice_parallel_group(), self.module.sequence_ranks.group
-        self._tallies = Tallies(
-            self.module.numbered_layers(),
-            self.device,
-            micro_batch_groups=(sequence_ranks, tensor_ranks),
-            stage_groups=(self.grid.get_data_parallel_group(), tensor_ranks),
+        replicas, tensor_ranks = grid.get_data_parallel_group(), grid.get_slice_parallel_group()
+        self._data = MicroBatchReader(self._next_batch)
+        self._loss = BatchLoss(
+            next(module.parameters()),
+            copies=replicas,
+            sequence_ranks=module.sequence_ranks,
+            pipeline=grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
+            source=grid.stage_to_global(module.pipeline.rank_of(module.pipeline.last_stage)),
         )
-        shares_sequences = self.module.sequence_ranks.size > 1
+        self._tallies = Tallies(
+            module.numbered_layers(),
+            self.device,
+            micro_batch_groups=(module.sequence_ranks.group, tensor_ranks),
+            stage_groups=(replicas, tensor_ranks),
+        )
+        shares_sequences = module.sequence_ranks.size > 1
+        sums = self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update
         self._executor = Executor(
-            self.module,
+            module,
             self._links,
             self.device,
+            data=self._data,
             loss=self._loss,
             loss_scale=self._loss_scale,
-            around=self._around,
+            observers=self.observers,
             ledger=self.ledger,
+            accumulated=OptimizerGradients(self.optimizer) if sums else None,
             reductions=self._reductions,
             gathers=self._gathers,
             tallies=self._tallies,
-            checks=check_token_slices and (len(self.module.token_slices) > 1 or shares_sequences),
+            checks=check_token_slices and (len(module.token_slices) > 1 or shares_sequences),
             key_value_gradients=key_value_gradients,
-            host_copies=host_copies,
+            host_copies=schedule.host_copies,
         )
-        self.batch = self._new_batch(None, training=True)
+        self._end_of_step: tuple[tuple[str, str, Callable[[], None]], ...] = (
+            (SUMS, "sums over the ranks of a replica", self._exec_reduce_tied_grads),
+            (REDUCTIONS, "sums over replicas", self._exec_reduce_grads),
+            (UPDATE, "norm, clipping and update", self._exec_optimizer_step),
+        )
+        """Phases after the ops: name for observers, name in the ledger, and what is done."""
+        self.batch = LiveBatch(self._plan(None, training=True))
         """The last batch of training; after it, only its cuts."""
         self._broken_by = ""
         self._unchecked_data = {True, False} if shares_sequences else set()
         """Whether data of training, and of evaluation, have yet to be compared among ranks that share sequences."""
-        self._accumulated: OptimizerGradients | None = None
-        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
-            self._accumulated = OptimizerGradients(self.optimizer)
-            self._executor.attach_weight_gradients()
 
     def _name_groups(self) -> None:
         """Name the groups of this rank in the ledger, and reset their counts of collectives on all ranks."""
@@ -227,17 +157,17 @@ class TokenSlicePipelineEngine(PipelineEngine):
             data_iter: yields micro-batches; read by the ranks of the first and the last stage, and of layers that take
                 entries of the data by name.
             return_output_label: also return the output of the last layer, and the labels.
-            token_slices: lengths of the token slices, of sequences of any length; None for those of the module, or
-                those of its `cut_by_documents`. The same on every rank.
+            token_slices: lengths of the token slices, of sequences of any length; None for the module's own, or for its
+                `cut_by_documents`. The same on every rank.
 
         Returns:
             Mean loss over micro-batches and data-parallel ranks, on every rank; or `(loss, outputs, labels)`, of all
             rows and tokens of this replica, None on ranks without the last stage.
         """
-        self.batch = self._new_batch(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
+        plan = self._plan(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        with self._running(self.batch):
+        with self._running(plan):
             loss = super().train_batch(data_iter)
         if (self.steps_per_print() or NEVER_PRINTED) >= NEVER_PRINTED:
             # DeepSpeed's timer keeps two events of the device for each step until the next print.
@@ -258,16 +188,16 @@ class TokenSlicePipelineEngine(PipelineEngine):
         token_slices: TokenSlices | Sequence[int] | None = None,
         return_output_label: bool = False,
     ) -> Any:
-        """Evaluate one batch, forward only, in token slices. All sizes may differ from those of training.
+        """Evaluate one batch, forward only, in token slices. All sizes may differ from training.
 
         Args:
-            data_iter: yields micro-batches; read by the ranks that read those of `train_batch`.
+            data_iter: yields micro-batches; read by the same ranks as in `train_batch`.
             return_logits: also return the last layer's outputs by micro-batch, on the last stage.
             reduce_output: `avg` for the mean over micro-batches and replicas, None for a list by micro-batch.
             bcast_loss: send the mean to every stage; otherwise only the last one has it.
-            num_micro_batches: micro-batches to evaluate; those of training if None.
-            micro_batch_size: rows of a micro-batch; those of training if None.
-            token_slices: lengths of the token slices, of sequences of any length; None for those of training.
+            num_micro_batches: micro-batches to evaluate; None = as many as in training.
+            micro_batch_size: rows of a micro-batch; None = as many as in training.
+            token_slices: lengths of the token slices, of sequences of any length; None = as in training.
             return_output_label: also return the last layer's outputs and the labels, each in one piece.
 
         Returns:
@@ -278,7 +208,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             raise UserError("return_logits and return_output_label give outputs in two forms: set one of them")
         if reduce_output not in ("avg", None):
             raise UserError(f"reduce_output={reduce_output!r}: give 'avg', or None for one loss per micro-batch")
-        batch = self._new_batch(
+        plan = self._plan(
             token_slices,
             training=False,
             num_micro_batches=num_micro_batches,
@@ -287,12 +217,12 @@ class TokenSlicePipelineEngine(PipelineEngine):
             keeps_outputs=return_logits or return_output_label,
         )
         self.module.eval()
-        with self._reading(data_iter), self._running(batch) as schedule, torch.no_grad():
-            self._exec_schedule(schedule)
+        with self._reading(data_iter), self._running(plan) as batch, torch.no_grad():
+            self._exec_schedule(self._program)
         losses = [loss for _, loss in sorted(batch.losses.items())]
         result: Any
         if compute_loss and reduce_output == "avg":
-            mean = sum(losses) / batch.shape.num_micro_batches if losses else None
+            mean = sum(losses) / plan.shape.num_micro_batches if losses else None
             result = self._loss.mean(mean, broadcast=bcast_loss)
         else:
             result = [self._loss.of_micro_batch(loss) for loss in losses] or None
@@ -319,16 +249,12 @@ class TokenSlicePipelineEngine(PipelineEngine):
         depend on the number of the step.
         """
         self.complete_weights()
-        self.batch = replace(self.batch, updates=False, keeps_outputs=False)
+        plan = replace(self.batch.plan, updates=False, keeps_outputs=False)
         self.module.train()
         self.global_steps -= 1
         try:
-            with (
-                self._reading(iter(micro_batches)),
-                self.observers.joined_by(observer),
-                self._running(self.batch) as schedule,
-            ):
-                self._exec_schedule(schedule.without_update())
+            with self._reading(iter(micro_batches)), self.observers.joined_by(observer), self._running(plan):
+                self._exec_schedule(self._program)
         finally:
             self.global_steps += 1
             self._executor.finish(self.batch)
@@ -351,7 +277,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         clock, copies = OpClock(), self._executor.copies
         with self.observers.joined_by(clock), nullcontext() if copies is None else copies.measured_by(clock):
             yield timelines
-        shape = self._programs.shape(self.micro_batches, len(self.batch.token_slices))
+        shape = self.batch.plan.shape
         ranks: list[Any] = [None] * shape.num_ranks
         measured = clock.spans(), clock.host_copies()
         dist.all_gather_object(ranks, measured, group=self.grid.get_pipe_parallel_group())
@@ -360,7 +286,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     def check_schedule(self) -> None:
         """Lower the schedule of a training step, so that one that does not fit the pipeline is refused at once."""
-        self._programs.program(self.batch.shape, training=True, under_ops=not self._lengths.settles)
+        self._program_of(self.batch.plan, under_ops=not self._lengths.settles)
 
     def reset_activation_shape(self) -> None:
         """Allow other shapes in the next batch; call it on every rank."""
@@ -386,7 +312,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     # ------------------------------------------------------------------ the run of a batch
 
-    def _new_batch(
+    def _plan(
         self,
         token_slices: TokenSlices | Sequence[int] | None,
         *,
@@ -394,60 +320,53 @@ class TokenSlicePipelineEngine(PipelineEngine):
         num_micro_batches: int | None = None,
         rows: int | None = None,
         **settings: bool,
-    ) -> Batch:
+    ) -> BatchPlan:
+        """The plan of the next batch; None for what the module or the configuration sets."""
         by_documents = None
         if token_slices is None:
             token_slices, by_documents = self.module.token_slices, self.module.cut_by_documents
         elif not isinstance(token_slices, TokenSlices):
             token_slices = TokenSlices(tuple(token_slices))
-        rows = rows or self.micro_batch_size
-        return Batch(
-            shape=self._programs.shape(num_micro_batches or self.micro_batches, len(token_slices)),
+        return BatchPlan(
+            shape=replace(
+                self.module.pipeline,
+                num_micro_batches=num_micro_batches or self.micro_batches,
+                num_token_slices=len(token_slices),
+            ),
             token_slices=token_slices,
             ranks=self.module.sequence_ranks,
             by_documents=by_documents,
-            rows=rows,
-            sequences=partial(self._sequences, rows),
+            rows=rows or self.micro_batch_size,
+            step=self.global_steps,
+            replica=self.replica,
+            num_replicas=self.num_replicas,
             training=training,
             **settings,
         )
 
-    def _sequences(self, rows: int, micro_batch: int) -> range:
-        before = micro_batch * self.num_replicas + self.replica
-        first = self.global_steps * SEQUENCES_PER_STEP + before * rows
-        return range(first, first + rows)
-
-    def _train_schedule(self) -> ProgramSchedule:
-        return self._program(self.batch)
-
-    def _program(self, batch: Batch) -> ProgramSchedule:
-        if batch.may_load is None:
-            batch.may_load = self._lengths.are_new(batch)
-            if self._lengths.settles and self._replicas_meet and batch.by_documents is not None:
-                # Replicas have other documents, and meet in the exchanges of every op: they run one program (ADR 47).
-                on_any = torch.tensor(float(batch.may_load), device=self.device)
-                dist.all_reduce(on_any, dist.ReduceOp.MAX)
-                batch.may_load = bool(on_any.item())
-        return self._programs.program(batch.shape, training=batch.training, under_ops=not batch.may_load)
-
     @contextmanager
-    def _running(self, batch: Batch) -> Iterator[ProgramSchedule]:
+    def _running(self, plan: BatchPlan) -> Iterator[LiveBatch]:
         """Around a batch. After one that was refused before its first instruction, another may follow."""
         if self._broken_by:
             raise UserError(
                 f"an earlier batch ended in its middle ({self._broken_by}), and parts of it may still run: make "
                 "a new engine and load a checkpoint"
             )
+        batch = LiveBatch(plan)
+        if plan.training:
+            self.batch = batch
+        self._data.begin()
         self._loss.begin()
-        if self._lengths.settles and batch.by_documents is not None and self.module.documents is not None:
+        if self._lengths.settles and plan.by_documents is not None and self.module.documents is not None:
             # All ranks read the data; lengths must be known before the first message is posted.
-            for number, micro_batch in enumerate(self._loss.read_ahead(batch.shape.num_micro_batches)):
+            for number, micro_batch in enumerate(self._data.read_ahead(plan.shape.num_micro_batches)):
                 if micro_batch is not None:
                     batch.cut(number, self.module.documents(micro_batch))
-        schedule = self._program(batch)
+        batch.may_load = self._may_load(batch)
+        self._program = self._program_of(plan, under_ops=not batch.may_load)
         try:
-            self._begin(batch, schedule)
-            yield schedule
+            self._begin(batch, self._program)
+            yield batch
         except BaseException as error:
             self.timers(TRAIN_BATCH_TIMER).reset()
             self._executor.finish(batch)
@@ -457,40 +376,63 @@ class TokenSlicePipelineEngine(PipelineEngine):
             raise
         self._lengths.add(batch)
 
-    def _begin(self, batch: Batch, schedule: ProgramSchedule) -> None:
-        # All that determines the shapes of activations, so that those of one batch are never used for another.
-        self._links.begin((batch.training, batch.rows, batch.token_slices), batch.shape, batch.parts_of)
-        phase = "train" if batch.training else "eval"
+    def _may_load(self, batch: LiveBatch) -> bool:
+        """Whether a rank may load kernels in a batch, the same on all ranks that run one program."""
+        may_load = self._lengths.are_new(batch)
+        exchanges = self._schedule.device.exchange is not ExpertExchange.NONE
+        if self._lengths.settles and exchanges and batch.plan.by_documents is not None:
+            # Replicas have other documents, and meet in the exchanges of every op: they run one program (ADR 47).
+            on_any = torch.tensor(float(may_load), device=self.device)
+            dist.all_reduce(on_any, dist.ReduceOp.MAX)
+            may_load = bool(on_any.item())
+        return may_load
+
+    def _program_of(self, plan: BatchPlan, *, under_ops: bool) -> Program:
+        loading = self.module.reading_ranks
+        return self._schedule.program(
+            self.stage_id, plan.shape, training=plan.training, loading_ranks=loading, under_ops=under_ops
+        )
+
+    def _begin(self, batch: LiveBatch, program: Program) -> None:
+        plan = batch.plan
+        self._links.begin(batch)
         self.observers.begin()
-        self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
-        self._executor.begin(batch, defers_weight_gradients=schedule.defers_weight_gradients)
-        if self._tallies.any and batch.training:
-            whole_step = self._tallies.reads == "step" and self._programs.forwards_come_first(batch.shape)
+        self.ledger.begin(f"{'train' if plan.training else 'eval'} step {plan.step + 1}", program.instructions)
+        self._executor.begin(batch, program)
+        if self._tallies.any and plan.training:
+            whole_step = self._tallies.reads == "step" and self._schedule.forwards_come_first(plan.shape)
             self._tallies.begin(whole_step=whole_step)
-        if self._reductions is not None and batch.updates:
-            self._reductions.begin(completing_ops(schedule.program.ops()) if self._overlaps_reductions else {})
+        if self._reductions is not None and plan.updates:
+            self._reductions.begin(completing_ops(program.ops()) if self._overlaps_reductions else {})
 
-    def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
-        batch = self._executor.batch
-        self._loss.weigh_ahead(batch.shape.num_micro_batches, self.module.loss_tokens if batch.computes_loss else None)
-        if self.reads_data and batch.training in self._unchecked_data:
-            check_same_data(self.module.sequence_ranks, self._loss.first())
-            self._unchecked_data.remove(batch.training)
-        super()._exec_schedule(pipe_schedule)
+    def _train_schedule(self) -> Program:
+        return self._program
 
-    @contextmanager
-    def _around(self, op: Op) -> Iterator[None]:
-        """Surround the computation of an op: measure it, and accumulate its gradients."""
-        with self.observers.op(op):
-            yield
-            # Deferred products accumulate by themselves.
-            if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
-                self._accumulated.collect()
+    def _exec_schedule(self, program: Program) -> None:
+        """Run a batch that has begun: what its data decide, the instructions, and the end of a training step."""
+        plan, count = self._executor.batch.plan, self.module.loss_tokens
+        if plan.computes_loss and self.computes_loss and count is not None:
+            micro_batches = self._data.read_ahead(plan.shape.num_micro_batches)
+            self._loss.weigh_by_tokens([0.0 if each is None else count(each) for each in micro_batches])
+        if self.reads_data and plan.training in self._unchecked_data:
+            check_same_data(self.module.sequence_ranks, next(iter(self._data.read_ahead(1)), None))
+            self._unchecked_data.remove(plan.training)
+        self._executor.run(program)
+        for phase, words, act in self._end_of_step if plan.updates else ():
+            with self.observers.phase(phase), self.ledger.phase(words):
+                act()
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        super()._exec_optimizer_step(lr_kwargs)
+        if self._tallies.any:
+            norm, updated = self._global_grad_norm, self._step_applied
+            updated = updated & norm.isfinite() if torch.is_tensor(norm) else updated
+            self._tallies.finish_step(updated, self.micro_batches * self.num_replicas)
 
     def _activation_shape(self, length: int) -> MessageSpec:
-        batch, dtype = self._executor.batch, next(self.module.parameters()).dtype
-        spec = self.module.activation_spec(batch.rows, length, dtype)
-        return tuple(entry._replace(requires_grad=entry.requires_grad and batch.training) for entry in spec)
+        plan, dtype = self._executor.batch.plan, next(self.module.parameters()).dtype
+        spec = self.module.activation_spec(plan.rows, length, dtype)
+        return tuple(entry._replace(requires_grad=entry.requires_grad and plan.training) for entry in spec)
 
     def _loss_scale(self, loss: Tensor) -> Tensor:
         """Mean over micro-batches of the weighed loss of a token slice; scaled only in fp16."""
@@ -500,197 +442,3 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def _aggregate_total_loss(self) -> Tensor:
         losses = self.batch.losses.values()
         return self._loss.mean(sum(losses) / self.micro_batches if losses else None)
-
-    # ------------------------------------------------------------------ batch sizes and data
-
-    @property
-    def num_replicas(self) -> int:
-        """Data-parallel size: groups of ranks that read different data."""
-        return self.module.topology().layout.data_parallel_size
-
-    @property
-    def replica(self) -> int:
-        """Number of this rank's replica: the same on all ranks that read the same data."""
-        return self.module.topology().layout.coordinate(self.global_rank).data
-
-    @property
-    def computes_loss(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self.module.pipeline.rank_of(self.module.pipeline.last_stage) == self.stage_id
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether this rank reads the data iterator."""
-        return self.stage_id in self.module.reading_ranks
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size, by another number of micro-batches."""
-        super().set_train_batch_size(train_batch_size * self.module.sequence_ranks.size)
-        self._count_sequences()
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size, and with it the global batch size."""
-        super().set_train_micro_batch_size(micro_batch_size)
-        self._count_sequences()
-
-    def _count_sequences(self) -> None:
-        self._config.train_batch_size //= self.module.sequence_ranks.size
-
-    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Read from another iterator, on ranks that read data."""
-        self.data_iterator = iterator if self.reads_data else None
-
-    @contextmanager
-    def _reading(self, iterator: Iterator[Any]) -> Iterator[None]:
-        """Read from another iterator inside."""
-        before = self.data_iterator
-        self.set_dataiterator(iterator)
-        try:
-            yield
-        finally:
-            self.set_dataiterator(before)
-
-    def deepspeed_io(
-        self, dataset: Dataset, batch_size: int | None = None, route: str = ROUTE_TRAIN, **keywords: Any
-    ) -> Any:
-        """Return a loader of a dataset, by which all ranks of a replica read the same samples."""
-        shared = self.module.sequence_ranks.size > 1 and not isinstance(dataset, IterableDataset)
-        if shared and keywords.get("data_sampler") is None:
-            keywords["data_sampler"] = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
-        return super().deepspeed_io(dataset, batch_size, route, **keywords)
-
-    def _build_data_iter(self, dataset: Dataset) -> None:
-        loader = self.deepspeed_io(dataset, data_sampler=self._sampler(dataset, shuffle=False))
-        self.set_dataloader(RepeatingLoader(loader))
-
-    def _sampler(self, dataset: Dataset, *, shuffle: bool) -> DistributedSampler:
-        return DistributedSampler(dataset, self.num_replicas, self.replica, shuffle=shuffle)
-
-    # ------------------------------------------------------------------ the optimizer step
-
-    def _broadcast_model(self) -> None:
-        if self.module.expert_ranks.size > 1:
-            broadcast_weights(self)
-        else:
-            super()._broadcast_model()
-
-    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        with experts_apart(self, optimizer):
-            return super()._configure_bf16_optimizer(optimizer)
-
-    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        with experts_apart(self, optimizer):
-            return super()._configure_zero_optimizer(optimizer)
-
-    def complete_weights(self) -> None:
-        """Wait for pending gathers of weights; call it before weights are read outside a batch or state dict."""
-        if self._gathers is not None:
-            self._gathers.finish()
-
-    def _exec_reduce_tied_grads(self) -> None:
-        """Sum the gradients of which several ranks of one replica have a part."""
-        sum_over_tensor_parallel_ranks(self.module, self.grid)
-        sum_over_sharing_ranks(self.module.get_tied_weights_and_groups())
-
-    def _exec_reduce_grads(self) -> None:
-        if self._reductions is not None:
-            self._reductions.finish(self.module.parameters())
-        # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
-        elif self.is_data_parallel or self.zero_optimization():
-            super()._exec_reduce_grads()
-
-    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        count_bad_copies(self)
-        if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
-            # Other optimizers of DeepSpeed compute the norm themselves.
-            if self.module.expert_ranks.size > 1:
-                self._global_grad_norm = norm_with_experts(self)
-            else:
-                self._global_grad_norm = global_grad_norm(
-                    self.module.parameters(),
-                    self.grid.get_model_parallel_group(),
-                    tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
-                )
-            skip_bad_update(self.optimizer, self._global_grad_norm)
-        with nullcontext() if self._gathers is None else self._gathers.deferred():
-            super()._exec_optimizer_step(lr_kwargs)
-        if self._tallies.any:
-            norm = self._global_grad_norm
-            updated = super().was_step_applied()
-            updated = updated & norm.isfinite() if torch.is_tensor(norm) else updated
-            self._tallies.finish_step(updated, self.micro_batches * self.num_replicas)
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the gradients of the last step; the host waits for it only here."""
-        norm = super().get_global_grad_norm()
-        return norm.item() if torch.is_tensor(norm) else norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step changed the weights: not if its gradient had a NaN or an infinity."""
-        norm = self._global_grad_norm
-        return super().was_step_applied() and not (torch.is_tensor(norm) and not norm.isfinite().item())
-
-    def clip_fp32_gradients(self) -> None:
-        """Scale the gradients so that the norm of the whole model's is at most the configured one."""
-        clip_gradients(self.module.parameters(), self._global_grad_norm, self.gradient_clipping())
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """Load a checkpoint, the latest if `tag` is None, as DeepSpeed's engines do.
-
-        Returns:
-            `(path, client_state)`, both None if there is no latest one.
-        """
-        directory = Path(load_dir)
-        if tag is not None and not (directory / tag).is_dir():
-            names = sorted(path.name for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
-            raise UserError(
-                f"{directory} has no checkpoint {tag!r}, but {', '.join(names) or 'none at all'}: give one of its tags"
-            )
-        try:
-            with only_safe_files(directory if tag is None else directory / tag):
-                return super().load_checkpoint(load_dir, tag, *arguments, **keywords)
-        finally:
-            self._curr_ckpt_path = None
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Weights and buffers of this rank's layers, by name.
-
-        None while a checkpoint is saved, which has a file for each layer instead.
-        """
-        if self._curr_ckpt_path is not None:
-            return super().module_state_dict(exclude_frozen_parameters)
-        self.complete_weights()
-        frozen = {name for name, weight in self.module.named_parameters() if not weight.requires_grad}
-        left_out = frozen if exclude_frozen_parameters else set()
-        return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        """Copy no script: DeepSpeed's scripts cannot join the stages of a pipeline."""
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Save the weights of all pipeline ranks in one file, in their own types. Every rank must call it."""
-        if self.grid.get_slice_parallel_world_size() > 1:
-            raise UserError(
-                "save_16bit_model writes whole weights, and tensor-parallel ranks have parts of them: save_checkpoint"
-            )
-        whole = gathered_by_first_rank(self, self.module_state_dict(exclude_frozen_parameters))
-        if whole is not None:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(whole, Path(save_dir) / save_filename)
-        dist.barrier()
-        return True
-
-    # ------------------------------------------------------------------ the table
-
-    # DeepSpeed calls the functions in this table, not methods by name: an override must be listed.
-    _INSTRUCTION_MAP = {  # noqa: RUF012
-        **PipelineEngine._INSTRUCTION_MAP,
-        ReduceTiedGrads: _phase(SUMS, _exec_reduce_tied_grads),
-        ReduceGrads: _phase(REDUCTIONS, _exec_reduce_grads),
-        OptimizerStep: _phase(UPDATE, _exec_optimizer_step),
-        **{INSTRUCTION_CLASSES[kind]: _executed_by(method) for kind, method in METHODS.items()},
-    }

@@ -1,7 +1,8 @@
 """Runs the program of one pipeline rank, instruction by instruction, on the layers of its stages.
 
-Each method runs one instruction of `plan.programs`, for a token slice; `METHODS` names it for each kind. Optimizers and
-replicas belong to the engine.
+`Executor.run` is the loop of a step. Each op first waits for what it reads (a fence), and then computes; all other
+instructions are posted, and wait for nothing but the completion of a send. The end of a step, reductions and optimizer,
+is in the engine.
 
 A stage is computed in its forward, and autograd keeps the tensors for its backward. Or it is computed twice: in the
 forward without a graph, for its output and the keys and values of later token slices, and again in the backward, from
@@ -9,7 +10,7 @@ its input.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,22 +20,22 @@ from torch.autograd.graph import get_gradient_edge
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, reader_of
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.program import Content, Instruction, InstructionKind
+from deepspeed_ext.plan.programs.program import COMPUTES, HOST_COPIES, Instruction, InstructionKind, Program
+from deepspeed_ext.runtime.batch_loss import BatchLoss
 from deepspeed_ext.runtime.channels import RankLinks
+from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.first_batch_checks import AGAIN_AFTER, check_layers
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.gradients.reductions import Entering, GradientReductions
-from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute
+from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients, WeightGradients, compute
 from deepspeed_ext.runtime.health.ledger import OpLedger
-from deepspeed_ext.runtime.live_batch import Batch, Buffer, RandomState, bearing_gradients
-from deepspeed_ext.runtime.micro_batch import BatchLoss, detached, parts_on_device, to_device
+from deepspeed_ext.runtime.live_batch import Buffer, LiveBatch
+from deepspeed_ext.runtime.micro_batch import MicroBatchReader, detached, parts_on_device, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import HostCopies
+from deepspeed_ext.runtime.recomputation import RandomState, bearing_gradients
 from deepspeed_ext.runtime.state.counts import Tallies
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-
-Around = Callable[[Op], AbstractContextManager[None]]
-"""Surrounds the computation of an op: measures it, and accumulates its gradients."""
 
 
 class Executor:
@@ -42,7 +43,8 @@ class Executor:
 
     Args:
         loss_scale: scales the loss of a token slice before backward.
-        around: surrounds the computation of each op.
+        observers: surround the computation of each op.
+        accumulated: sums of the optimizer, to which the gradients of a backward are moved; None to leave them to torch.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
         gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
         tallies: numbers that layers count.
@@ -57,63 +59,138 @@ class Executor:
         links: RankLinks,
         device: torch.device,
         *,
+        data: MicroBatchReader,
         loss: BatchLoss,
         loss_scale: Callable[[Tensor], Tensor],
-        around: Around,
+        observers: Observer,
         ledger: OpLedger,
-        reductions: GradientReductions | None = None,
-        gathers: ParameterGathers | None = None,
+        accumulated: OptimizerGradients | None,
+        reductions: GradientReductions | None,
+        gathers: ParameterGathers | None,
         tallies: Tallies,
-        checks: bool = False,
-        key_value_gradients: torch.dtype | None = None,
-        host_copies: HostCopySettings | None = None,
+        checks: bool,
+        key_value_gradients: torch.dtype | None,
+        host_copies: HostCopySettings | None,
     ) -> None:
-        self._module, self._links, self._device = module, links, device
-        self._batch_loss, self._loss_scale, self._around, self._ledger = loss, loss_scale, around, ledger
-        self._reductions, self._gathers, self._attached, self._tallies = reductions, gathers, False, tallies
-        self._key_value_gradients, self._host_copies = key_value_gradients, host_copies
-        self._weight_gradients = WeightGradients()
+        self._module, self._links, self._device, self._data = module, links, device, data
+        self._batch_loss, self._loss_scale, self._observers, self._ledger = loss, loss_scale, observers, ledger
+        self._accumulated, self._reductions, self._gathers, self._tallies = accumulated, reductions, gathers, tallies
+        self._key_value_gradients = key_value_gradients
+        self._weight_gradients, self._attached = WeightGradients(), False
+        if accumulated is not None:
+            self._attach_weight_gradients()
         self.copies = None if host_copies is None else HostCopies(device, host_copies)
-        """Copies in the memory of the host."""
+        """Copies in the memory of the host; None without."""
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._unchecked = set(self._stages) if checks else set()
         self._batches_to_check = AGAIN_AFTER if checks else 0
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
 
-    def begin(self, batch: Batch, *, defers_weight_gradients: bool) -> None:
+    # ------------------------------------------------------------------ the loop of a step
+
+    def begin(self, batch: LiveBatch, program: Program) -> None:
         """Start a batch."""
         self.batch = batch
-        if self._batches_to_check and batch.training:
+        if self._batches_to_check and batch.plan.training:
             self._batches_to_check -= 1
             if not self._batches_to_check:
                 self._unchecked = set(self._stages)
-        if self._host_copies is not None and self.copies is not None:
-            self.copies.begin(self._host_copies.fitting(batch.shape))
-        if defers_weight_gradients:
-            self.attach_weight_gradients()
+        if self.copies is not None:
+            self.copies.begin(batch.plan.shape)
+        if any(instruction.kind is InstructionKind.WEIGHT_GRADIENT for instruction in program.instructions):
+            self._attach_weight_gradients()
 
-    def attach_weight_gradients(self) -> None:
-        """Attach the weight gradients to the module: products may be deferred, and add to sums in place."""
-        if not self._attached:
-            self._weight_gradients.attach(self._module)
-            self._attached = True
+    def run(self, program: Program) -> None:
+        """Run the instructions of a batch, one after the other."""
+        for instruction in program.instructions:
+            self.execute(instruction)
+            self._ledger.done()
 
-    def finish(self, batch: Batch) -> None:
+    def execute(self, instruction: Instruction) -> None:
+        """Run one instruction: an op waits for what it reads, computes, and frees what no later op reads."""
+        if instruction.kind not in COMPUTES:
+            METHODS[instruction.kind](self, instruction)
+            return
+        op, held = instruction.op, self.batch.buffers[instruction.buffer]
+        self._fence(op, held)
+        with self._observers.op(op):
+            METHODS[instruction.kind](self, op, held)
+            # Deferred products accumulate by themselves.
+            if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
+                self._accumulated.collect()
+        self._release(op)
+
+    def finish(self, batch: LiveBatch) -> None:
         """Free all tensors of a batch, which may have ended early."""
         batch.clear()
         if self.copies is not None:
             self.copies.finish()
 
-    # ------------------------------------------------------------------ data
+    def _fence(self, op: Op, held: Buffer) -> None:
+        """Wait for what an op reads: results of another stage, and tensors that were fetched from the host."""
+        if op.kind is OpKind.FORWARD:
+            if op.stage:
+                held.inputs = self._read(op)
+            if op.stage in self._unchecked:
+                self._check(op, *self._given(op, held))
+        elif op.kind is not OpKind.WEIGHT_GRADIENT:
+            if op.stage != self.batch.plan.shape.last_stage:
+                held.gradients = self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
+            if self.copies is not None:
+                self.copies.put_back(op, held, self.batch.states[op.stage, op.micro_batch])
+
+    def _release(self, op: Op) -> None:
+        """Free the state of a micro-batch on a stage after its last op, and start the sums of its counts before."""
+        plan = self.batch.plan
+        if op.kind is OpKind.FORWARD and op.token_slice == plan.shape.last_token_slice:
+            if not plan.training:
+                self._forget(op, last_stage=self._stages[-1])
+            elif self._tallies.any:
+                self._tallies.close(self._state(op).counts.values(), op.stage, plan.shape.num_micro_batches)
+        elif op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT) and op.token_slice == 0:
+            self._forget(op, last_stage=self._stages[0])
+
+    # ------------------------------------------------------------------ ops
+
+    def forward(self, op: Op, held: Buffer) -> None:
+        """Compute a stage on a token slice."""
+        compute_stage = self._pass_through if self._computes_again else self._compute
+        compute_stage(op, held, *self._given(op, held))
+
+    def backward(self, op: Op, held: Buffer) -> None:
+        """Compute the gradients of a stage's inputs and weights for a token slice."""
+        gradients, held.gradients = held.gradients, ()
+        if self._computes_again:
+            gradients = self._compute_again(op, held, gradients)
+        roots, held.roots = held.roots, ()
+        if op.stage == self.batch.plan.shape.last_stage:
+            # 1, or NaN if the loss is not finite, so that no gradient of it is finite.
+            gradients = tuple(root.detach() * 0 + 1 for root in roots)
+            roots = tuple(self._loss_scale(root) for root in roots)
+        for edge, gradient in self._state(op).carried.roots(op.token_slice):
+            roots, gradients = (*roots, edge), (*gradients, gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    def input_gradient(self, op: Op, held: Buffer) -> None:
+        """Compute the gradients of inputs; defer the products of weights."""
+        with self._weight_gradients.deferring() as held.deferred_wgrads:
+            self.backward(op, held)
+
+    def weight_gradient(self, op: Op, held: Buffer) -> None:
+        """Compute the deferred products."""
+        compute(held.deferred_wgrads)
+
+    # ------------------------------------------------------------------ other instructions
 
     def load(self, step: Instruction) -> None:
         """Take a micro-batch, cut it, and copy the stages' inputs to the device, so that no op waits for the host."""
         try:
-            batch = self._batch_loss.take()
+            batch = self._data.take()
         except StopIteration:
             raise UserError(
                 f"the data iterator ended at micro-batch {step.micro_batch} of a batch of "
-                f"{self.batch.shape.num_micro_batches}: give one that does not end, such as "
+                f"{self.batch.plan.shape.num_micro_batches}: give one that does not end, such as "
                 "deepspeed.utils.RepeatingLoader"
             ) from None
         module = self._module
@@ -130,94 +207,25 @@ class Executor:
                 self._device,
                 token_slices.seq_length,
                 inputs=0 in self._stages,
-                labels=self.batch.shape.last_stage in self._stages,
+                labels=self.batch.plan.shape.last_stage in self._stages,
             )
         if documents is not None:
             self.batch.documents[step.micro_batch] = documents.on(self._device, token_slices)
 
-    # ------------------------------------------------------------------ ops
-
-    def forward(self, step: Instruction) -> None:
-        """Compute a stage on a token slice."""
-        op, held = step.op, self.batch.buffers[step.buffer]
-        if op.stage:
-            held.inputs = self._read(op)
-        inputs, entries = self._given(op, held)
-        self._check(op, inputs, entries)
-        with self._around(op):
-            if self._computes_again:
-                self._pass_through(op, held, inputs, entries)
-            else:
-                self._compute(op, held, inputs, entries)
-        if op.token_slice == self.batch.shape.last_token_slice:
-            if not self.batch.training:
-                self._forget(op, last_stage=self._stages[-1])
-            elif self._tallies.any:
-                counts = self._state(op).counts.values()
-                self._tallies.close(counts, op.stage, self.batch.shape.num_micro_batches)
-
-    def backward(self, step: Instruction) -> None:
-        """Compute the gradients of a stage's inputs and weights for a token slice."""
-        op, held = step.op, self.batch.buffers[step.buffer]
-        is_last = op.stage == self.batch.shape.last_stage
-        gradients = () if is_last else self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
-        self._take_fetched(op, held)
-        with self._around(op):
-            self._backward(op, held, gradients)
-        if op.token_slice == 0:
-            self._forget(op, last_stage=self._stages[0])
-
-    def input_gradient(self, step: Instruction) -> None:
-        """Compute the gradients of inputs; defer the products of weights."""
-        with self._weight_gradients.deferring() as deferred:
-            self.backward(step)
-        self.batch.buffers[step.buffer].deferred_wgrads = deferred
-
-    def weight_gradient(self, step: Instruction) -> None:
-        """Compute the deferred products."""
-        held = self.batch.buffers[step.buffer]
-        with self._around(step.op):
-            compute(held.deferred_wgrads)
-
     def reduce_gradients(self, step: Instruction) -> None:
         """Start the reductions of a stage whose gradients are complete."""
-        if self._reductions is not None and self.batch.updates:
+        if self._reductions is not None and self.batch.plan.updates:
             self._reductions.reduce_stage(step.stage)
 
     def free(self, step: Instruction) -> None:
         """Empty a buffer."""
         del self.batch.buffers[step.buffer]
 
-    # ------------------------------------------------------------------ host copies
-
-    def offload_input(self, step: Instruction) -> None:
-        """Post a copy of a stage's input to the host."""
-        self._copies.offload((Content.INPUT, *step.op[1:]), self.batch.buffers[step.buffer].inputs)
-
-    def drop_input(self, step: Instruction) -> None:
-        """Free the device copy of an offloaded input."""
-        self.batch.buffers[step.buffer].inputs = ()
-        self._copies.drop((Content.INPUT, *step.op[1:]))
-
-    def fetch_input(self, step: Instruction) -> None:
-        """Post the copy of a stage's input back."""
-        self._copies.fetch((Content.INPUT, *step.op[1:]))
-
-    def offload_keys_and_values(self, step: Instruction) -> None:
-        """Post a copy of the keys and values of a token slice to the host."""
-        state = self.batch.states[step.stage, step.micro_batch]
-        self._copies.offload((Content.KEYS_AND_VALUES, *step.op[1:]), state.keys_of(step.token_slice))
-
-    def drop_keys_and_values(self, step: Instruction) -> None:
-        """Free the device copy of offloaded keys and values."""
-        self.batch.states[step.stage, step.micro_batch].drop_keys_of(step.token_slice)
-        self._copies.drop((Content.KEYS_AND_VALUES, *step.op[1:]))
-
-    def fetch_keys_and_values(self, step: Instruction) -> None:
-        """Post the copy of keys and values back."""
-        self._copies.fetch((Content.KEYS_AND_VALUES, *step.op[1:]))
-
-    # ------------------------------------------------------------------ transfers
+    def copy_to_or_from_host(self, step: Instruction) -> None:
+        """Post a copy to the host or back, or free the device copy of tensors that are on the host."""
+        assert self.copies is not None, "programs have host copies where the executor was given settings for them"
+        held = self.batch.buffers[step.buffer] if step.buffer >= 0 else Buffer()
+        self.copies.execute(step, held, self.batch.states[step.stage, step.micro_batch])
 
     def post(self, step: Instruction) -> None:
         """Post the receive of the message that an op reads."""
@@ -252,20 +260,11 @@ class Executor:
 
     # ------------------------------------------------------------------ parts of the above
 
-    @property
-    def _copies(self) -> HostCopies:
-        assert self.copies is not None, "programs have host copies where the executor was given settings for them"
-        return self.copies
-
-    def _take_fetched(self, op: Op, held: Buffer) -> None:
-        """Put on the device the tensors that were fetched for a backward."""
-        if self.copies is None:
-            return
-        for content, token_slice, tensors in self.copies.arrivals(op):
-            if content is Content.INPUT:
-                held.inputs = tensors
-            else:
-                self.batch.states[op.stage, op.micro_batch].put_back_keys_of(token_slice, tensors)
+    def _attach_weight_gradients(self) -> None:
+        """Attach the weight gradients to the module: products may be deferred, and add to sums in place."""
+        if not self._attached:
+            self._weight_gradients.attach(self._module)
+            self._attached = True
 
     def _reads_data(self) -> str:
         """Text for messages: this rank reads the data, and the layer for which it does."""
@@ -282,7 +281,7 @@ class Executor:
 
     def _reader(self, result: Op) -> Op:
         """The op that reads a result; messages have its name."""
-        reader = reader_of(result, self.batch.shape)
+        reader = reader_of(result, self.batch.plan.shape)
         assert reader is not None, "the output of a stage is read by another one"
         return reader
 
@@ -303,8 +302,6 @@ class Executor:
 
     def _check(self, op: Op, inputs: Any, entries: Mapping[str, Any]) -> None:
         """Compare a stage in token slices with the whole, once, on a token slice with enough tokens."""
-        if op.stage not in self._unchecked:
-            return
         length = self.batch.parts_of(op.micro_batch).lengths[op.token_slice]
         if isinstance(inputs, Mapping):
             entries, inputs = inputs, inputs[self._module.data_entries.first]
@@ -313,29 +310,15 @@ class Executor:
         if check_layers(layers, inputs, entries, modules=self._module, seq_length=length, token_slices=cut):
             self._unchecked.discard(op.stage)
 
-    def _backward(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> None:
-        """Compute the gradients of a stage's inputs and weights, given those [...] of its outputs that need one."""
-        if self._computes_again:
-            gradients = self._compute_again(op, held, gradients)
-        roots, held.roots = held.roots, ()
-        if op.stage == self.batch.shape.last_stage:
-            # 1, or NaN if the loss is not finite, so that no gradient of it is finite.
-            gradients = tuple(root.detach() * 0 + 1 for root in roots)
-            roots = tuple(self._loss_scale(root) for root in roots)
-        for edge, gradient in self._state(op).carried.roots(op.token_slice):
-            roots, gradients = (*roots, edge), (*gradients, gradient)
-        if roots:
-            torch.autograd.backward(roots, gradients)
-
     @property
     def _computes_again(self) -> bool:
         """Whether backwards compute stages again, without a graph of the forward."""
-        return self.batch.training and self._module.recomputation.stages
+        return self.batch.plan.training and self._module.recomputation.stages
 
     def _compute(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
         """Compute a stage, and keep the roots of its backward, and the outputs for the next stage."""
         outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, self._entering(op))
-        if op.stage == self.batch.shape.last_stage:
+        if op.stage == self.batch.plan.shape.last_stage:
             held.roots = self._loss(outputs, op)
         else:
             held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -345,7 +328,7 @@ class Executor:
         """Compute a stage without a graph, for keys and values, and the outputs for the next stage."""
         state, keeps = self._state(op), self._module.recomputation.keeps_random_state
         held.random_state = RandomState.now(self._device) if keeps else None
-        is_last = op.stage == self.batch.shape.last_stage
+        is_last = op.stage == self.batch.plan.shape.last_stage
         with torch.no_grad():
             outputs = self._module(
                 *(inputs, state, op.token_slice, op.stage, entries, self._entering(op)),
@@ -383,7 +366,7 @@ class Executor:
     def _entering(self, op: Op) -> Entering | None:
         """The function that a forward calls with each layer it enters; None if there are no listeners."""
         listeners = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
-        if self._reductions is not None and self.batch.updates:
+        if self._reductions is not None and self.batch.plan.updates:
             reduced = self._reductions.entering(op, self._defer)
             listeners += [reduced] if reduced is not None else []
 
@@ -408,10 +391,10 @@ class Executor:
                 self.batch.token_slices_of(op.micro_batch),
                 ranks=self._module.sequence_ranks,
                 seed=self._module.base_seed,
-                sequences=self.batch.sequences(op.micro_batch),
+                sequences=self.batch.plan.sequences(op.micro_batch),
                 documents=self.batch.documents.get(op.micro_batch),
-                forward_only=not self.batch.training,
-                keys_apart=self._host_copies is not None,
+                forward_only=not self.batch.plan.training,
+                keys_apart=self.copies is not None,
                 key_value_gradients=self._key_value_gradients,
                 loss_factor=self._layer_loss_factor,
             )
@@ -426,12 +409,12 @@ class Executor:
 
     def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
         """Add a token slice's share to the loss, and return the roots of its backward."""
-        if self.batch.keeps_outputs:
+        if self.batch.plan.keeps_outputs:
             with torch.no_grad():
                 given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)
             self.batch.outputs[op.micro_batch][op.token_slice] = detached(given)
             self.batch.labels[op.micro_batch][op.token_slice] = self.batch.parts[op.micro_batch][op.token_slice].labels
-        if not self.batch.computes_loss:
+        if not self.batch.plan.computes_loss:
             return ()
         part, loss_fn = self.batch.parts[op.micro_batch][op.token_slice], self._module.loss_fn
         if loss_fn is None:
@@ -443,7 +426,7 @@ class Executor:
             loss = loss_fn(outputs, part.labels)
         loss = self._batch_loss.weigh(loss * part.loss_weight, op.micro_batch)
         self.batch.add_loss(op.micro_batch, loss)
-        if self.batch.training and not loss.requires_grad:
+        if self.batch.plan.training and not loss.requires_grad:
             raise UserError(
                 f"the loss of token slice {op.token_slice} depends on no weight, so later token slices could not pass "
                 "gradients back through it: if no token counts, return outputs.sum() * 0"
@@ -451,27 +434,22 @@ class Executor:
         return (loss,)
 
 
-METHODS = {
-    InstructionKind.LOAD_MICRO_BATCH: Executor.load,
-    InstructionKind.RECEIVE_ACTIVATION: Executor.post,
+METHODS: dict[InstructionKind, Callable[..., None]] = {
     InstructionKind.FORWARD: Executor.forward,
-    InstructionKind.SEND_ACTIVATION: Executor.send_activation,
-    InstructionKind.PASS_ACTIVATION: Executor.pass_activation,
-    InstructionKind.RECEIVE_GRADIENT: Executor.post,
     InstructionKind.BACKWARD: Executor.backward,
     InstructionKind.INPUT_GRADIENT: Executor.input_gradient,
     InstructionKind.WEIGHT_GRADIENT: Executor.weight_gradient,
+    InstructionKind.LOAD_MICRO_BATCH: Executor.load,
+    InstructionKind.RECEIVE_ACTIVATION: Executor.post,
+    InstructionKind.SEND_ACTIVATION: Executor.send_activation,
+    InstructionKind.PASS_ACTIVATION: Executor.pass_activation,
+    InstructionKind.RECEIVE_GRADIENT: Executor.post,
     InstructionKind.SEND_GRADIENT: Executor.send_gradient,
     InstructionKind.PASS_GRADIENT: Executor.pass_gradient,
     InstructionKind.COMPLETE_ACTIVATION: Executor.complete,
     InstructionKind.COMPLETE_GRADIENT: Executor.complete,
     InstructionKind.FREE: Executor.free,
     InstructionKind.REDUCE_GRADIENTS: Executor.reduce_gradients,
-    InstructionKind.OFFLOAD_INPUT: Executor.offload_input,
-    InstructionKind.OFFLOAD_KEYS_AND_VALUES: Executor.offload_keys_and_values,
-    InstructionKind.DROP_INPUT: Executor.drop_input,
-    InstructionKind.DROP_KEYS_AND_VALUES: Executor.drop_keys_and_values,
-    InstructionKind.FETCH_INPUT: Executor.fetch_input,
-    InstructionKind.FETCH_KEYS_AND_VALUES: Executor.fetch_keys_and_values,
+    **dict.fromkeys(HOST_COPIES, Executor.copy_to_or_from_host),
 }
-"""Method that carries out each instruction of a program."""
+"""Method that carries out each instruction of a program: with its op and buffer for ops, else with the instruction."""

@@ -65,7 +65,7 @@ class StageLayer(NamedTuple):
     name: str
     run: Run
     modules: tuple[nn.Module, ...] = ()
-    """The module that it is, and those in it; none where it is a function."""
+    """The module and all modules in it; empty for a function."""
 
 
 def check_layers(
@@ -84,7 +84,7 @@ def check_layers(
         inputs: input of the first one, of one token slice: a tensor [B, N, ...], or a tuple of tensors.
         entries: entries of the same token slice, by name.
         seq_length: tokens of that token slice, N.
-        token_slices: those of the run, whose first ones give the proportions here.
+        token_slices: lengths of the run; the first ones give the proportions here.
 
     Returns:
         Whether there were enough tokens.
@@ -115,7 +115,7 @@ def check_layers(
                         module.training = False
                     whole = _run(layer, hidden, entries, cuts[0])
                 parts = _run(layer, hidden, entries, cuts[1])
-                # Weights that are 0 at the start, as those of an output projection may be, would hide what is before.
+                # Weights that are 0 at the start, as in an output projection, would hide what is before.
                 with _shaken(layer):
                     shaken_whole, shaken_parts = (_run(layer, hidden, entries, cut) for cut in cuts)
                     of_outputs = map_tensors(_random_like, shaken_whole[0])
@@ -159,7 +159,7 @@ def _in_proportion(token_slices: TokenSlices, num_tokens: int) -> TokenSlices:
 def _gradients(
     layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenSlices, of_outputs: Any
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Gradients of a layer's inputs for each token slice, given those of its outputs for the whole sequence."""
+    """Gradients of a layer's inputs for each token slice, given the gradients of its outputs for the whole sequence."""
     state = SequenceState(cut, sequences=range(len(next(tensors_in(hidden)))))
     inputs: list[Any] = []
     outputs: list[Any] = []

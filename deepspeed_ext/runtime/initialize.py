@@ -29,11 +29,13 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.device import ExpertExchange
+from deepspeed_ext.plan.programs.device import Device, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
+from deepspeed_ext.plan.programs.proven import ProvenSchedule
 from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, watch_this_rank
 from deepspeed_ext.runtime.launch import LaunchEnvironment
@@ -156,7 +158,7 @@ def initialize(
     model: TokenSlicePipelineModule,
     config: dict[str, Any] | str | Path | None = None,
     *,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | Schedule | ProvenSchedule = "1f1b",
     timeout: timedelta = timedelta(minutes=30),
     ledger_directory: str | Path = "stalled_pipeline",
     watch: StallWatch | None = None,
@@ -175,7 +177,8 @@ def initialize(
         model: the module of this rank.
         config: DeepSpeed configuration, or the file of one; may be in the keywords `args` or `config_params`, too.
         schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, a generator of your own, or `optimised`, which
-            is found for the costs of the ops before the first batch.
+            is found for the costs of the ops before the first batch. Or a `ProvenSchedule`, which is not proven again,
+            and has the `host_copies` and the `expert_exchange`.
         timeout: longest time that a rank may wait for another. After it, one line names the rank that blocks the run,
             and all processes end with the code `stall_watch.STALLED`.
         ledger_directory: directory to which every rank then writes its completed and its current instructions.
@@ -190,8 +193,8 @@ def initialize(
         key_value_gradients: type in which gradients of keys and values are kept between the backwards of two token
             slices, such as `torch.bfloat16`; sums are rounded when they are stored. None for fp32, or the wider type of
             the model.
-        host_copies: bytes of stage inputs, keys and values, and the rate of their copies: those that are not read for
-            long enough are kept on the host. Needs a module with recompute_stages. None for no copies.
+        host_copies: bytes of stage inputs, keys and values, and the rate of their copies: tensors that are not read
+            for long enough are kept on the host. Needs a module with recompute_stages. None for no copies.
         expert_exchange: how layers exchange tokens with other replicas or sequence- or tensor-parallel ranks, for their
             experts: with `ExpertExchange.ALLTOALL` hosts may wait in every forward, and in no backward.
         costs: costs of the ops of a shape, the same on all ranks, for the schedule `optimised`; None for stages of
@@ -210,7 +213,12 @@ def initialize(
         schedule = SimulatedSchedule(found, costs=found.costs)
     elif costs is not None:
         raise UserError("costs are for schedule='optimised', and another schedule is given: leave out one of them")
-    if host_copies is not None and not model.recomputation.stages:
+    if not isinstance(schedule, ProvenSchedule):
+        queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        proven = ProvenSchedule(schedule, Device(hardware_queues=queues, exchange=expert_exchange), host_copies)
+    else:
+        proven = schedule
+    if proven.host_copies is not None and not model.recomputation.stages:
         raise UserError(
             "host_copies are of inputs of stages that are computed again, and the module keeps graphs: build it with "
             "recompute_stages=True"
@@ -225,21 +233,19 @@ def initialize(
         )
     for line in filter(None, warnings):
         log_dist(line, ranks=[0], level=logging.WARNING)
-    # Before optimizers copy weights and choose those that count.
+    # Before optimizers copy weights and choose the copies that count.
     model.connect_shared_modules()
     ends = watch is None
     if watch is None:
         watch = watch_this_rank(timeout, Path(ledger_directory), name=model.world_group.group_name)
     engine_class = partial(
         TokenSlicePipelineEngine,
-        schedule=schedule,
+        schedule=proven,
         watch=watch,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         check_token_slices=check_token_slices,
         key_value_gradients=key_value_gradients,
-        host_copies=host_copies,
-        expert_exchange=expert_exchange,
     )
     with _engine_class(engine_class):
         engine, *others = deepspeed.initialize(

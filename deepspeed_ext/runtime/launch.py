@@ -56,7 +56,7 @@ def tasks_of_node(counts: str, node: int) -> int:
 
 
 PORTS = range(20_000, 32_768)
-"""Ports where ranks can meet: below those of outgoing connections."""
+"""Ports where ranks can meet: below the ports of outgoing connections."""
 
 Variables = Mapping[str, str]
 
@@ -72,7 +72,7 @@ class Launcher(NamedTuple):
     rank: str
     size: str
     local_rank: str
-    """Among those of this host."""
+    """Number among the ranks of this host."""
     local_sizes: tuple[str, ...]
     """Number of processes on this host; the first that is set counts."""
     sign: str
@@ -155,7 +155,7 @@ MVAPICH = Launcher(
 # Slurm sets PMI_RANK for libraries of MPI, too, but MPI_LOCALRANKID only mpiexec does.
 MPICH = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), "MPI_LOCALRANKID")
 
-# A batch script has a SLURM_PROCID, too, and is no task of its own allocation.
+# A batch script has a SLURM_PROCID, too, but is not a task of its own allocation.
 SLURM = Launcher(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", (), "SLURM_STEP_ID", _on_the_first_node
 )
@@ -179,7 +179,7 @@ class LaunchEnvironment:
     rank: int
     world_size: int
     local_rank: int
-    """Among those of this host."""
+    """Number among the ranks of this host."""
     local_size: int
     """Number of processes on this host."""
     meeting: Meeting = (None, None)

@@ -1,17 +1,12 @@
-"""A batch on one rank: its cuts, and between forward and backward its buffers, states and losses.
-
-`RandomState` is kept in a buffer where a stage is computed again in the backward (`Recomputation`).
-"""
+"""A batch on one rank: its plan, which is known before it runs, and its state between forwards and backwards."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -21,72 +16,53 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.gradients.weight_gradients import Product
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, join_micro_batches, join_token_slices
+from deepspeed_ext.runtime.recomputation import RandomState
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
-
-@dataclass(frozen=True)
-class Recomputation:
-    """Parts of a stage that are computed again in the backward."""
-
-    stages: bool = False
-    """Whole stages. A stage then keeps the input of a token slice, and keys and values for later ones."""
-    interval: int = 0
-    """Layers, this many at a time; 0 for none."""
-    choose: Callable[[range], Collection[int]] | None = None
-    """Chooses, of the numbers of a stage's layers, those that are computed again instead, one by one."""
-    keeps_random_state: bool = True
-    """Whether the second computation draws the same random numbers, from the generators of torch."""
-
-    def runs_of_layers(self, layers: range) -> Iterator[tuple[slice, bool]]:
-        """Runs of a stage's layers, counted from its first, and whether each is computed again by itself."""
-        if self.choose is None:
-            step = self.interval or len(layers) or 1
-            yield from ((slice(start, start + step), bool(self.interval)) for start in range(0, len(layers), step))
-            return
-        chosen = {number - layers.start for number in self.choose(layers)}
-        ends = sorted({0, len(layers), *chosen, *(number + 1 for number in chosen)})
-        yield from ((slice(start, end), start in chosen) for start, end in pairwise(ends))
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """State of torch's generators of random numbers, on the host and on the device of the layers."""
-
-    device: torch.device
-    of_host: Tensor
-    of_device: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> "RandomState":
-        """The state before the layers of a device draw."""
-        of_device = None if device.type == "cpu" else get_accelerator().get_rng_state(device.index)
-        return cls(device, torch.get_rng_state(), of_device)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Draw the same numbers again inside; afterwards the generators continue from their earlier states."""
-        on_host = self.of_device is None
-        forked = {"devices": []} if on_host else {"devices": [self.device], "device_type": self.device.type}
-        with torch.random.fork_rng(**forked):
-            torch.set_rng_state(self.of_host)
-            if self.of_device is not None:
-                get_accelerator().set_rng_state(self.of_device, self.device.index)
-            yield
-
-
-def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
-    """Whether a stage that is computed again needs the gradient of each of its outputs [...].
-
-    Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if any tensor of
-    the stage needs gradients, and the backward leaves out those of the outputs that do not.
-    """
-    needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
-    return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]
-
-
 CutByDocuments = Callable[[Documents], TokenSlices]
 """Lengths of the token slices of a micro-batch, given only its documents, so that all ranks cut alike."""
+
+SEQUENCES_PER_STEP = 1 << 32
+"""Above the number of any step, so that every sequence of a run has a number of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """What is known of a batch before it runs."""
+
+    shape: PipelineShape
+    token_slices: TokenSlices
+    """Lengths of the token slices; of micro-batches that are cut by their documents, their number and their sum."""
+    ranks: SequenceParallelRanks = field(default_factory=SequenceParallelRanks)
+    """Ranks that share each token slice."""
+    by_documents: CutByDocuments | None = None
+    """Gives the lengths of a micro-batch; None if all have `token_slices`."""
+    rows: int
+    """Rows of a micro-batch."""
+    step: int = 0
+    """Steps that precede it."""
+    replica: int = 0
+    num_replicas: int = 1
+    training: bool
+    """Whether a backward follows."""
+    updates: bool = False
+    """Whether gradients are summed over replicas, and the optimizer steps."""
+    computes_loss: bool = True
+    """Whether to call the loss function."""
+    keeps_outputs: bool = False
+    """Whether to keep the last layer's outputs, and the labels."""
+
+    def sequences(self, micro_batch: int) -> range:
+        """Numbers of the rows of a micro-batch among all sequences of the run, for dropout."""
+        before = micro_batch * self.num_replicas + self.replica
+        first = self.step * SEQUENCES_PER_STEP + before * self.rows
+        return range(first, first + self.rows)
+
+    @property
+    def extent(self) -> tuple[bool | int | PipelineShape, ...]:
+        """All that determines the kernels of the batch, but for the lengths of its token slices."""
+        return self.shape, self.rows, self.training, self.computes_loss, self.keeps_outputs
 
 
 @dataclass(slots=True)
@@ -97,6 +73,8 @@ class Buffer:
     """Inputs from the previous stage, until their gradients are taken; empty on the first stage."""
     outputs: tuple[Tensor, ...] = ()
     """Outputs for the next stage, until they are sent or passed on."""
+    gradients: tuple[Tensor, ...] = ()
+    """Gradients of the outputs that need one, from their arrival to the backward."""
     roots: tuple[Tensor | GradientEdge, ...] = ()
     """Starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the graph,
     so that the tensors can be freed once they are sent."""
@@ -117,80 +95,55 @@ class Buffer:
         )
 
 
-@dataclass(kw_only=True, eq=False)
-class Batch:
-    """A batch on one rank: facts that are known before it runs, and its state."""
+class LiveBatch:
+    """The state of a batch on one rank: the cuts of its micro-batches, and all tensors while it runs."""
 
-    shape: PipelineShape
-    token_slices: TokenSlices
-    """Lengths of the token slices; of micro-batches that are cut by their documents, their number and their sum."""
-    ranks: SequenceParallelRanks
-    """Ranks that share each token slice."""
-    by_documents: CutByDocuments | None
-    """Gives the lengths of a micro-batch; None if all have those of `token_slices`."""
-    rows: int
-    """Rows of a micro-batch."""
-    sequences: Callable[[int], range]
-    """Numbers of a micro-batch's rows among all sequences of the run, for dropout."""
-    training: bool
-    """Whether a backward follows."""
-    updates: bool = False
-    """Whether gradients are summed over replicas, and the optimizer steps."""
-    computes_loss: bool = True
-    """Whether to call the loss function."""
-    keeps_outputs: bool = False
-    """Whether to keep the last layer's outputs, and the labels."""
-
-    may_load: bool | None = field(default=None, init=False)
-    """Whether a rank may load kernels in it; None until the program is chosen."""
-    parts: dict[int, list[TokenSliceBatch]] = field(default_factory=dict, init=False)
-    """By micro-batch, the data of its token slices; on the ranks that cut."""
-    documents: dict[int, Documents] = field(default_factory=dict, init=False)
-    """By micro-batch, starts of its documents, if the module reads them."""
-    states: dict[tuple[int, int], SequenceState] = field(default_factory=dict, init=False)
-    """By stage and micro-batch, state between token slices."""
-    buffers: dict[int, Buffer] = field(default_factory=lambda: defaultdict(Buffer), init=False)
-    """By number in the program."""
-    passed: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
-    """Results that one stage of this rank passed to another, by the op that reads them."""
-    losses: dict[int, Tensor] = field(default_factory=dict, init=False)
-    """By micro-batch, the sum [] of the weighted losses of its token slices; on ranks with the last stage."""
-    outputs: dict[int, dict[int, Any]] = field(default_factory=lambda: defaultdict(dict), init=False)
-    """By micro-batch and token slice, the last layer's outputs, if they are kept."""
-    labels: dict[int, dict[int, Any]] = field(default_factory=lambda: defaultdict(dict), init=False)
-    """By micro-batch and token slice, the labels, if they are kept."""
-
-    def __post_init__(self) -> None:
-        self._own_parts = self.ranks.parts(self.token_slices)
+    def __init__(self, plan: BatchPlan) -> None:
+        self.plan = plan
+        self._own_parts = plan.ranks.parts(plan.token_slices)
         self._cuts: dict[int, tuple[TokenSlices, TokenSlices]] = {}
+        self.may_load = False
+        """Whether a rank may load kernels in it."""
+        self.parts: dict[int, list[TokenSliceBatch]] = {}
+        """By micro-batch, the data of its token slices; on the ranks that cut."""
+        self.documents: dict[int, Documents] = {}
+        """By micro-batch, starts of its documents, if the module reads them."""
+        self.states: dict[tuple[int, int], SequenceState] = {}
+        """By stage and micro-batch, state between token slices."""
+        self.buffers: dict[int, Buffer] = defaultdict(Buffer)
+        """By number in the program."""
+        self.passed: dict[Op, tuple[Tensor, ...]] = {}
+        """Results that one stage of this rank passed to another, by the op that reads them."""
+        self.losses: dict[int, Tensor] = {}
+        """By micro-batch, the sum [] of the weighted losses of its token slices; on ranks with the last stage."""
+        self.outputs: dict[int, dict[int, Any]] = defaultdict(dict)
+        """By micro-batch and token slice, the last layer's outputs, if they are kept."""
+        self.labels: dict[int, dict[int, Any]] = defaultdict(dict)
+        """By micro-batch and token slice, the labels, if they are kept."""
 
     def cut(self, micro_batch: int, documents: Documents | None) -> None:
         """Cut a micro-batch by its documents, before any other use; None if the module does not read them."""
-        if documents is None or self.by_documents is None or micro_batch in self._cuts:
+        by_documents, like = self.plan.by_documents, self.plan.token_slices
+        if documents is None or by_documents is None or micro_batch in self._cuts:
             return
-        cut, like = self.by_documents(documents), self.token_slices
+        cut = by_documents(documents)
         if len(cut) != len(like) or cut.seq_length != like.seq_length:
             raise UserError(
                 f"cut_by_documents gave {len(cut)} token slices of {cut.seq_length} tokens ({cut}), and the module has "
                 f"{len(like)} of {like.seq_length}: give as many"
             )
-        self._cuts[micro_batch] = cut, self.ranks.parts(cut)
-
-    @property
-    def extent(self) -> tuple[bool | int | PipelineShape, ...]:
-        """All that determines the kernels of this batch, but for `lengths`."""
-        return self.shape, self.rows, self.training, self.computes_loss, self.keeps_outputs
+        self._cuts[micro_batch] = cut, self.plan.ranks.parts(cut)
 
     def lengths(self) -> set[tuple[str, int]]:
         """Lengths of the token slices and of the keys that they attend to, with the name of their kind."""
-        cuts = [cut.lengths for cut, _ in self._cuts.values()] or [self.token_slices.lengths]
+        cuts = [cut.lengths for cut, _ in self._cuts.values()] or [self.plan.token_slices.lengths]
         return {
             pair for cut in cuts for pair in (*(("tokens", n) for n in cut), *(("keys", n) for n in accumulate(cut)))
         }
 
     def token_slices_of(self, micro_batch: int) -> TokenSlices:
         """Return the lengths of the token slices of a micro-batch."""
-        return self._cuts.get(micro_batch, (self.token_slices,))[0]
+        return self._cuts.get(micro_batch, (self.plan.token_slices,))[0]
 
     def parts_of(self, micro_batch: int) -> TokenSlices:
         """Return the lengths of this rank's parts of its token slices."""
@@ -218,7 +171,7 @@ class Batch:
             join_token_slices(
                 [of_one[number] for number in sorted(of_one)],
                 self.token_slices_of(micro_batch),
-                self.ranks,
+                self.plan.ranks,
                 read_by_all=read_by_all,
             )
             for micro_batch, of_one in sorted(kept.items())
@@ -231,15 +184,7 @@ class Batch:
 
     def clear(self) -> None:
         """Free all tensors, but keep the cuts."""
-        state = (
-            self.parts,
-            self.documents,
-            self.states,
-            self.buffers,
-            self.passed,
-            self.losses,
-            self.outputs,
-            self.labels,
-        )
-        for each in state:
-            each.clear()
+        for held in (self.parts, self.documents, self.states, self.buffers, self.passed, self.losses):
+            held.clear()
+        self.outputs.clear()
+        self.labels.clear()

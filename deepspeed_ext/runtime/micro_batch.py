@@ -1,25 +1,14 @@
-"""Micro-batches: cut into token slices and joined again, and the loss of a batch of them.
+"""Micro-batches: read, cut into token slices, copied to the device, and joined again.
 
 Data, labels and outputs are tensors, or tuples, lists and dicts of such. Anything else is passed on unchanged.
-
-The loss of a batch is the mean over its micro-batches and replicas. Where the module counts tokens (`loss_tokens`), it
-is the mean over all tokens of the batch with loss, on all replicas: micro-batch m with n_m of the N tokens has the
-weight n_m / N, where the plain mean has 1 / (micro-batches x replicas) for each. N is needed before the first loss,
-because a backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead. To divide
-the gradients by N after the last op, as Megatron-LM does, is too late for reductions that already run.
-
-Losses and gradients are averaged over all ranks with the same weights, including the R sequence-parallel ranks of each
-replica. These compute parts of one loss, so each part counts R times.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -190,8 +179,8 @@ def join_token_slices(
 ) -> Any:
     """Join the results of the token slices of a micro-batch, in the same form: the inverse of the cut.
 
-    Tensors with a sequence dimension are concatenated along it; those that all token slices have in common are returned
-    once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
+    Tensors with a sequence dimension are concatenated along it; tensors that all token slices have in common are
+    returned once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
 
     Args:
         parts: data of each token slice, or of this rank's part of it: a tensor, or a tuple or dict of such.
@@ -226,107 +215,35 @@ def join_micro_batches(wholes: Sequence[Any]) -> Any:
     return map_tensors(join, *wholes)
 
 
-CountLossTokens = Callable[[Any], float]
-"""Number of tokens with loss in a micro-batch of the data iterator."""
+class MicroBatchReader:
+    """The micro-batches of an engine's batches, on one rank.
 
+    Args:
+        read: returns the next micro-batch of the data iterator; None on ranks without one.
+    """
 
-class BatchLoss:
-    """The loss of the batches of an engine, on one rank."""
-
-    def __init__(self, engine: Any) -> None:
-        pipeline = engine.module.pipeline
-        self._next_batch, self._computes = engine._next_batch, engine.computes_loss
-        self._copies = engine.grid.get_data_parallel_group()
-        """Ranks with the same weights: the sequence-parallel ranks of all replicas."""
-        self._sequence_ranks: SequenceParallelRanks = engine.module.sequence_ranks
-        self._pipeline = engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None
-        """Ranks of the pipeline; None with one stage."""
-        self._source = engine.grid.stage_to_global(pipeline.rank_of(pipeline.last_stage))
-        self._weight = next(engine.module.parameters())
-        """The loss has its type and device."""
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
         self._ahead: deque[Any] = deque()
-        self._weights: Tensor | None = None
-        self._num_tokens: Tensor | None = None
+        self._ended = False
 
     def begin(self) -> None:
         """Start a batch."""
-        self._ahead, self._weights, self._num_tokens = deque(), None, None
+        self._ahead, self._ended = deque(), False
 
-    def read_ahead(self, num_micro_batches: int) -> Sequence[Any]:
-        """Read the micro-batches of a batch before its first op, and return them; None for those of other ranks."""
-        with suppress(StopIteration):  # an error where the missing micro-batch is taken
-            while len(self._ahead) < num_micro_batches:
-                self._ahead.append(self._next_batch())
+    def read_ahead(self, number: int) -> Sequence[Any]:
+        """Read the first micro-batches of a batch, and return them, fewer where the iterator ends before."""
+        while len(self._ahead) < number and not self._ended:
+            try:
+                self._ahead.append(self._read())
+            except StopIteration:
+                self._ended = True  # an error where the missing micro-batch is taken
         return self._ahead
 
-    def weigh_ahead(self, num_micro_batches: int, count: CountLossTokens | None) -> None:
-        """Read and weigh the micro-batches of a batch by their tokens; with None they weigh the same."""
-        if count is None or not self._computes:
-            return
-        counts = [0.0 if batch is None else count(batch) for batch in self.read_ahead(num_micro_batches)]
-        numbers = to_device(torch.tensor([sum(counts), *counts], dtype=torch.float64), self._weight.device)
-        num_tokens = numbers[0]
-        dist.all_reduce(num_tokens, group=self._copies)
-        num_tokens /= self._sequence_ranks.size  # each of them counts whole micro-batches
-        # Before the mean over micro-batches and ranks.
-        shares = numbers[1:] / num_tokens.clamp(min=1)
-        self._weights = shares * (num_micro_batches * dist.get_world_size(self._copies))
-        self._num_tokens = num_tokens
-
-    def first(self) -> Any:
-        """The first micro-batch of a batch, which is still to be taken; None if there is none."""
-        if not self._ahead and self._weights is None:
-            with suppress(StopIteration):  # as above
-                self._ahead.append(self._next_batch())
-        return self._ahead[0] if self._ahead else None
-
     def take(self) -> Any:
-        """The next micro-batch: the first of those that were read ahead, if any."""
+        """The next micro-batch, which may have been read ahead."""
         if self._ahead:
             return self._ahead.popleft()
-        if self._weights is not None:
+        if self._ended:
             raise StopIteration
-        return self._next_batch()
-
-    def weigh(self, loss: Tensor, micro_batch: int) -> Tensor:
-        """A token slice's share [] of its micro-batch's loss, times the weight of the micro-batch."""
-        if self._weights is not None:
-            return loss * self._weights[micro_batch].to(loss.dtype)
-        return loss if self._sequence_ranks.size == 1 else loss * self._sequence_ranks.size
-
-    def of_micro_batch(self, loss: Tensor) -> Tensor:
-        """The loss [] of a whole micro-batch on this replica, given this rank's weighed share [].
-
-        All ranks that share the sequences must call it.
-        """
-        if self._sequence_ranks.size > 1:
-            loss = loss / self._sequence_ranks.size
-            dist.all_reduce(loss, group=self._sequence_ranks.group)
-        return loss
-
-    def num_tokens(self) -> float:
-        """Number of tokens with loss in the last batch, on every rank; every rank must call this."""
-        counted = torch.zeros((), dtype=torch.float64, device=self._weight.device)
-        return self._broadcast(counted if self._num_tokens is None else self._num_tokens).item()
-
-    def mean(self, loss: Tensor | None, *, broadcast: bool = True) -> Tensor | None:
-        """The mean [] over replicas of the mean over micro-batches; without `broadcast`, on the last stage only.
-
-        Args:
-            loss: mean over the micro-batches of this rank: []; None without the last stage.
-        """
-        if loss is None:
-            loss = torch.zeros((), dtype=self._weight.dtype, device=self._weight.device)
-        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        if self._computes:
-            dist.all_reduce(loss, group=self._copies)
-            loss /= dist.get_world_size(self._copies)
-        if not broadcast:
-            return loss if self._computes else None
-        return self._broadcast(loss)
-
-    def _broadcast(self, value: Tensor) -> Tensor:
-        """Send a scalar of the last stage to every rank."""
-        if self._pipeline is not None:
-            dist.broadcast(value, src=self._source, group=self._pipeline)
-        return value
+        return self._read()

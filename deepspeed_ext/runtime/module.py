@@ -1,6 +1,6 @@
 """A model as a sequence of layers in stages, computed one token slice at a time.
 
-First the partition of the layers into stages, then `TokenSlicePipelineModule`, which builds and runs those of a rank.
+First the partition of the layers into stages, then `TokenSlicePipelineModule`, which builds and runs a rank's stages.
 """
 
 from bisect import bisect_right
@@ -21,11 +21,13 @@ from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.slicing import TokenSlices, parts_of_rank
 from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.batch_loss import CountLossTokens
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.data_entries import DataEntries, ForwardArguments
 from deepspeed_ext.runtime.first_batch_checks import StageLayer
-from deepspeed_ext.runtime.live_batch import CutByDocuments, Recomputation
-from deepspeed_ext.runtime.micro_batch import CountLossTokens, SplitBatch, split_along_sequence
+from deepspeed_ext.runtime.live_batch import CutByDocuments
+from deepspeed_ext.runtime.micro_batch import SplitBatch, split_along_sequence
+from deepspeed_ext.runtime.recomputation import Recomputation
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import (
@@ -126,10 +128,10 @@ class TokenSlicePipelineModule(PipelineModule):
         documents: returns the starts of the documents of a micro-batch, which separates them in attention and
             positions; every stage then reads the data. None if every row is one document.
         cut_by_documents: gives each micro-batch lengths of its token slices, as many as `token_slices` has, by its
-            documents; such as `DocumentCuts`. None for those of `token_slices`.
+            documents; such as `DocumentCuts`. None for `token_slices` in all.
         activation_spec: shapes and types of tensors between stages, which are then not sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
-        recomputed_layers: chooses, of the numbers of a stage's layers, those that are recomputed instead, one by one.
+        recomputed_layers: chooses, of the numbers of a stage's layers, the layers to recompute instead, one by one.
         recompute_stages: keep only the input, keys and values of a token slice on a stage, and compute the stage again
             in the backward; on the last stage, head and loss are computed only in the backward.
         preserve_rng_state: recomputed layers draw the same random numbers again, as `nn.Dropout` must. Saving and
@@ -248,7 +250,7 @@ class TokenSlicePipelineModule(PipelineModule):
         stage = bisect_right(self._stage_partition.bounds, layer_idx) - 1
         return self.pipeline.rank_of(stage)
 
-    # DeepSpeed gives the number of a layer among those of this rank, and names files by the number in the model.
+    # DeepSpeed gives the number of a layer among the layers of this rank, and names files by the number in the model.
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """File that one of this rank's layers is saved to."""
         return super().ckpt_layer_path(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)

@@ -20,10 +20,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.programs.program import FETCHES, OFFLOADS, Content, Instruction, content_of
 from deepspeed_ext.runtime.clocks import OpClock
+from deepspeed_ext.runtime.live_batch import Buffer
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 
 Name = tuple[Content, int, int, int]
 """Content, stage, micro-batch and token slice of a copy."""
@@ -38,7 +40,7 @@ process has at most some 65,000 mappings."""
 
 
 class HostPages:
-    """Memory of the host, in pages of one size: those of any tensor serve any other.
+    """Memory of the host, in pages of one size, each of which serves any tensor.
 
     Page-locked where the device is an accelerator, which cannot read other memory while its host is busy. Locking is
     slow and may wait for the device, so pages are kept: as many as were in use at once.
@@ -48,7 +50,7 @@ class HostPages:
         self._page_locked = device.type != "cpu"
         self._free: list[Tensor] = []
         self.held = self.in_use = self.most_in_use = 0
-        """Bytes: of all pages, of those in use, and of those that were in use at once."""
+        """Bytes: of all pages, of pages in use, and the most that were in use at once."""
 
     def take(self, size: int) -> list[Tensor]:
         """Return pages [PAGE_BYTES] for a number of bytes, with any content."""
@@ -101,11 +103,11 @@ class HostCopies:
     """The host copies of one rank.
 
     Args:
-        settings: settings of the first batch; None if `arrivals` is not used.
+        settings: settings of the copies; None if `begin` is not called.
     """
 
     def __init__(self, device: torch.device, settings: HostCopySettings | None = None) -> None:
-        self._device, self._settings = device, settings
+        self._device, self._settings, self._fitting = device, settings, settings
         self.pages = HostPages(device)
         """Memory of the host."""
         self._clock: OpClock | None = None
@@ -123,9 +125,9 @@ class HostCopies:
         finally:
             self._clock = None
 
-    def begin(self, settings: HostCopySettings) -> None:
-        """Start a batch."""
-        self._settings = settings
+    def begin(self, shape: PipelineShape) -> None:
+        """Start a batch of a shape."""
+        self._fitting = self._settings.fitting(shape)
 
     def offload(self, name: Name, tensors: Sequence[Tensor]) -> None:
         """Post a copy of tensors [...] to the host. They must not change any more; ops may still read them."""
@@ -164,14 +166,32 @@ class HostCopies:
             tensor.requires_grad_(needs) for tensor, (*_, needs) in zip(copy.on_device, copy.forms, strict=True)
         )
 
-    def arrivals(self, op: Op) -> Iterator[tuple[Content, int, tuple[Tensor, ...]]]:
-        """Content, token slice and tensors [...] of each copy that was fetched for a backward."""
-        assert self._settings is not None, "a batch has begun"
+    def execute(self, step: Instruction, held: Buffer, state: SequenceState) -> None:
+        """Run an instruction, given the buffer of its token slice and the state of its micro-batch on the stage."""
+        content = content_of(step.kind)
+        name, of_input = (content, *step.op[1:]), content is Content.INPUT
+        if step.kind in OFFLOADS:
+            self.offload(name, held.inputs if of_input else state.keys_of(step.token_slice))
+        elif step.kind in FETCHES:
+            self.fetch(name)
+        else:
+            if of_input:
+                held.inputs = ()
+            else:
+                state.drop_keys_of(step.token_slice)
+            self.drop(name)
+
+    def put_back(self, op: Op, held: Buffer, state: SequenceState) -> None:
+        """Put back the tensors that were fetched for a backward, as above."""
         for name in list(self._under_way):
             content, stage, micro_batch, token_slice = name
-            if (stage, micro_batch) == (op.stage, op.micro_batch):
-                if self._settings.last_reader(content, stage, token_slice) >= op.token_slice:
-                    yield content, token_slice, self.arrive(name)
+            is_of_op = (stage, micro_batch) == (op.stage, op.micro_batch)
+            if is_of_op and self._fitting.last_reader(content, stage, token_slice) >= op.token_slice:
+                tensors = self.arrive(name)
+                if content is Content.INPUT:
+                    held.inputs = tensors
+                else:
+                    state.put_back_keys_of(token_slice, tensors)
 
     def finish(self) -> None:
         """End all copies, in any state."""

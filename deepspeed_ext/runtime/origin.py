@@ -31,7 +31,7 @@ class BadOp(NamedTuple):
     backward: bool
     """False for a forward."""
     micro_batch: int
-    """Number of the micro-batch among those of its replica."""
+    """Number of the micro-batch on its replica."""
     order: tuple[int, int, int]
     """Place of the op and of the event in it, in the order of dependencies."""
     tensor: str
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
     op: BadOp
     """The op with the first."""
     ranks: tuple[int, ...]
-    """Ranks on which it was the first: those that share a layer may have it in common."""
+    """Ranks on which it was the first: ranks that share a layer may have it in common."""
 
     def __str__(self) -> str:
         """Text for messages."""

@@ -34,7 +34,7 @@ def _member(kind: object, name: str) -> Enum:
 
 
 _NAMED = (*ALLOWED, (_member, "builtins.getattr"), (_member, "__builtin__.getattr"))
-"""Names that files may contain: classes, and functions that replace those of another name."""
+"""Names that files may contain: classes, and functions that replace others by name."""
 
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """Variables by which torch overrides the argument of its caller; both at once are an error."""

@@ -57,7 +57,7 @@ class SharedModules:
         """Weights of each module registered on this rank, by name."""
 
     def register_module(self, module: nn.Module, *weights: str) -> None:
-        """Share a module of this rank with those that the other ranks register.
+        """Share a module of this rank with the modules that the other ranks register.
 
         Weights match by their order. If a rank registers several modules, as in a pipeline of one rank, they get the
         same parameters, so make the optimizer later.

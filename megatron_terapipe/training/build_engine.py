@@ -33,7 +33,6 @@ from megatron_terapipe.errors import ConfigError, NumbersError
 from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, gpt_of_run, pipeline_partition
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
-from megatron_terapipe.planning import expert_exchange
 from megatron_terapipe.training.auto_plan import check_agreement
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.micro_batches import documents_reader, loss_tokens, split_batch, split_batch_with_labels
@@ -261,15 +260,13 @@ def _new_engine(run: Run, watch: StallWatch | None, layers: Layers, loss: Loss) 
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
-            schedule=run.simulated_schedule,
+            schedule=run.proven_schedule,
             timeout=_timeout(run),
             ledger_directory=config.logging.ledgers(config.checkpoint.save),
             watch=watch,
             overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
             check_token_slices=False,  # Tested with these layers.
-            host_copies=run.host_copies,
-            expert_exchange=expert_exchange(config),
             key_value_gradients=torch.bfloat16 if config.training.key_value_gradients == "bf16" else None,
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )

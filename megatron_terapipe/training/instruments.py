@@ -44,7 +44,7 @@ def peak_tflops_here(dtype: str) -> float | None:
 
 
 Timers = dict[str, tuple[float, ...]]
-"""Seconds by phase: the maximum over ranks, the minimum and the maximum, or those of each rank."""
+"""Seconds by phase: the maximum over ranks, the minimum and the maximum, or one figure for each rank."""
 
 
 def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, option: TimingOption) -> Timers:

@@ -23,8 +23,8 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
     """Split tokens, labels and loss mask along the sequence.
 
     The loss of a token slice is the mean over its own loss-bearing tokens. Its weight is its share of the loss-bearing
-    tokens of the micro-batch, so that the weighted sum is the mean over all of them, those of other sequence-parallel
-    ranks included.
+    tokens of the micro-batch, so that the weighted sum is the mean over all of them, on all sequence-parallel
+    ranks.
 
     Args:
         token_slices: lengths of the token slices, or of this rank's parts of them.
@@ -86,7 +86,7 @@ def micro_batches(
     Between the first and the last stage nothing is read, unless attention separates documents.
 
     Args:
-        micro_batch_size: rows of a micro-batch; those of training if None.
+        micro_batch_size: rows of a micro-batch; None = as in training.
     """
     data = run.config.data
     if not engine.reads_data:

@@ -39,11 +39,11 @@ def refuse_different_copies(engine: TokenSlicePipelineEngine, iteration: int, eq
 
 
 class BadIteration(NumbersError):
-    """An iteration with bad numbers whose update was not applied: the weights are those of the previous iteration."""
+    """An iteration with bad numbers whose update was not applied: the weights are as after the previous iteration."""
 
 
 class RememberedBatches(Iterator[Any]):
-    """Micro-batches of a rank; those of the last iteration are stored."""
+    """Micro-batches of a rank, which keeps the last iteration's."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -75,7 +75,7 @@ class BadNumbers:
         """Check an iteration; a collective operation of all ranks, with the same loss.
 
         Args:
-            batches: micro-batches of this rank, with those of the iteration.
+            batches: micro-batches of this rank, with the iteration's.
 
         Raises:
             BadIteration: if its loss or its gradient is NaN or infinite, and the run ends.

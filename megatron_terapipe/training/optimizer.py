@@ -34,7 +34,7 @@ APART = "learning_rate_apart"
 def build_optimizer(
     config: OptimizerConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over groups: matrices decay; biases and norms do not, as in Megatron, but for those of heads if set.
+    """AdamW or SGD over groups: matrices decay; biases and norms do not, as in Megatron, but for norms of heads if set.
 
     With `--decoupled-lr` the word embedding and the output layer are a group of their own.
     """

@@ -60,7 +60,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationMetrics(Record):
-    """Numbers of a training iteration. The names are those of the metrics file."""
+    """Numbers of a training iteration, by their names in the metrics file."""
 
     iteration: int
     consumed_samples: int
@@ -72,7 +72,7 @@ class IterationMetrics(Record):
     tokens_per_second: float
     global_batch_size: int
     tflops_per_device: float
-    """Model FLOPs, without those of recomputation: every token counted as if it attended to the whole sequence, or to a
+    """Model FLOPs, without recomputation: every token counted as if it attended to the whole sequence, or to a
     whole window."""
     mfu: float | None
     """The same as a share of the device's peak; None where that is unknown."""
@@ -168,7 +168,7 @@ class RunStart(Record):
     model_name: str
     """Name of the preset, or layers x hidden size."""
     parameters: int
-    """Parameters, those of a shared weight once."""
+    """Parameters; a shared weight counts once."""
     model: Mapping[str, Any]
     """Fields of the model section."""
     precision: Literal["fp32", "fp16", "bf16"]
@@ -205,7 +205,7 @@ class Saved(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note(Record):
-    """A line of the log other than those of iterations and evaluations."""
+    """A line of the log that is neither of iterations nor of an evaluation."""
 
     event = "note"
 
@@ -257,7 +257,7 @@ class ExpertLoads(Record):
     def __post_init__(self) -> None:
         widths = {len(of_layer) for of_layer in self.loads}
         if not (0 < self.iterations and 0 < len(self.layers) == len(self.loads) and len(widths) == 1 and min(widths)):
-            raise ValueError("loads are no table of layers x experts")
+            raise ValueError("loads are not a table of layers x experts")
         if not all(0 <= load < inf for of_layer in self.loads for load in of_layer):
             raise ValueError("a load is negative or not finite")
 

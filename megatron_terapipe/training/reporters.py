@@ -153,7 +153,7 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int, loads:
         parts.append(f"MFU: {last.mfu * over_last:.1%}")
     if last.mfu_causal is not None:
         parts.append(f"causal MFU: {last.mfu_causal * over_last:.1%}")
-    # The first iteration takes longer than those that follow.
+    # The first iteration takes longer than the others.
     if last.iteration < train_iters and len(metrics) > 1:
         parts.append(f"time left: {timedelta(seconds=round(seconds * (train_iters - last.iteration)))}")
     return " | ".join(parts) + " |"
@@ -189,7 +189,7 @@ def evaluation_line(metrics: EvaluationMetrics) -> str:
 
 
 class ProgressBar:
-    """A bar on standard error with the loss; nothing where that is no terminal."""
+    """A bar on standard error with the loss; nothing where that is not a terminal."""
 
     def __init__(self, done: int, train_iters: int) -> None:
         # Only threads of this process write. tqdm's own lock is for several, and may leave a semaphore in /dev/shm.

@@ -16,8 +16,10 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, slow_planning
+from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
+from deepspeed_ext.plan.programs.proven import ProvenSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.launch import LaunchEnvironment
@@ -36,7 +38,14 @@ from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
-from megatron_terapipe.planning import check_schedule, host_copies, pipeline_schedule, plan_run, simulated_schedule
+from megatron_terapipe.planning import (
+    check_schedule,
+    expert_exchange,
+    host_copies,
+    pipeline_schedule,
+    plan_run,
+    simulated_schedule,
+)
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.optimizer_schedules import schedule_facts
 from megatron_terapipe.training.records import Progress
@@ -95,6 +104,12 @@ class Run:
     def host_copies(self) -> HostCopySettings | None:
         """Copies of activations to the host; None if there are none."""
         return host_copies(self.config, self.layout.data_parallel_size)
+
+    @cached_property
+    def proven_schedule(self) -> ProvenSchedule:
+        """The programs of the run on its devices, as `prepare` proves them."""
+        device = Device(hardware_queues=_hardware_queues(), exchange=expert_exchange(self.config))
+        return ProvenSchedule(self.simulated_schedule, device, self.host_copies)
 
     @property
     def train_iters(self) -> int:

@@ -12,7 +12,7 @@ from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.planning import expert_exchange, machine_in_words
+from megatron_terapipe.planning import machine_in_words
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.auto_plan import absent_files, without_files
 from megatron_terapipe.training.run import Run, prepare
@@ -116,8 +116,8 @@ def _experts(run: Run) -> dict[str, str]:
         return {}
     number = sum(model.layers_of_experts(model.num_layers))
     text = f"{model.num_experts}, {model.moe_router_topk} for each token, in {_number(number, 'layer')}"
-    proofs = run.simulated_schedule.proven.values()
-    waits = Proof(False, all(proof.under_ops for proof in proofs)).waits(expert_exchange(run.config))
+    schedule = run.proven_schedule
+    waits = Proof(False, schedule.messages_under_ops).waits(schedule.device.exchange)
     return {"experts": text if waits is None else f"{text}; on {ranks} expert-parallel ranks by {waits}"}
 
 

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from benchmarks.measuring.report import join
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.executor import Around
+from deepspeed_ext.runtime.clocks import Observer
 from tests.gpu.cases import Case, Drain, DrainKind, Trial
 from tests.runtime import models
 from tests.runtime.training import Setup, batches_of, build
@@ -80,12 +80,11 @@ class Pipeline:
         self._setup = setup_of(case, orders)
         self._keywords = {"timeout": timedelta(seconds=timeout_s), "ledger_directory": folder}
         self._engine: Any = None
-        self._around: Any = None
 
     def play(self, trial: Trial) -> Outcome:
         """Take the step of a trial."""
         if trial.cold or self._engine is None:
-            self._engine = self._around = None
+            self._engine = None
             gc.collect()  # The threads of one engine end before those of the next start.
             # The learning rate is 0: every step of a case has the loss and the gradients of the first.
             engine = build(
@@ -93,31 +92,30 @@ class Pipeline:
                 engine_keywords=self._keywords,
                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             )
-            self._engine, self._around = engine, engine._executor._around
+            self._engine = engine
             if not trial.cold:
                 self._step()
         mine = trial.drain is not None and trial.drain.rank == self._engine.stage_id
-        self._engine._executor._around = self._drained(trial.drain) if mine else self._around
-        return self._step()
+        with self._engine.observers.joined_by(Drained(trial.drain)) if mine else nullcontext():
+            return self._step()
 
     def _step(self) -> Outcome:
         loss = self._engine.train_batch(iter(batches_of(self._setup, 0))).item()
         return Outcome(loss, float(self._engine.get_global_grad_norm()))
 
-    def _drained(self, drain: Drain) -> Around:
-        """What surrounds the computing of each op, with a drain before one of them."""
-        seen = 0
 
-        @contextmanager
-        def around(op: Op) -> Iterator[None]:
-            nonlocal seen
-            if seen == drain.op:
-                wait_for_device(drain.kind)
-            seen += 1
-            with self._around(op):
-                yield
+class Drained(Observer):
+    """A drain before one of the ops of a step."""
 
-        return around
+    def __init__(self, drain: Drain) -> None:
+        self._drain, self._seen = drain, 0
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        if self._seen == self._drain.op:
+            wait_for_device(self._drain.kind)
+        self._seen += 1
+        yield
 
 
 def wait_for_device(kind: DrainKind) -> None:

@@ -7,7 +7,6 @@ import torch
 
 import tests.distributed  # noqa: F401  # names what the server of forked ranks has imported already
 from benchmarks.measuring.worlds import World
-from deepspeed_ext.runtime.executor import METHODS
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine, process_group
 from tests.training.gpt_runs import Setup, batches, run_of
@@ -66,15 +65,12 @@ def losses_of_a_step(flags: str) -> list[torch.Tensor]:
         # The first step compiles kernels, and allocates what the second finds.
         engine.train_batch(iter(micro_batches))
         engine.set_dataiterator(iter(micro_batches))
-        engine.batch = engine._new_batch(None, training=True, updates=True)
-        schedule = engine._train_schedule()
-        engine._begin(engine.batch, schedule)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for instruction in schedule.program.instructions:
-                METHODS[instruction.kind](engine._executor, instruction)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with engine._running(engine._plan(None, training=True, updates=True)):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                engine._executor.run(engine._program)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         losses = list(engine.batch.losses.values())
         assert all(loss.isfinite() for loss in losses)
         engine._executor.finish(engine.batch)

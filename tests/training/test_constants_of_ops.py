@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.plan.programs.program import InstructionKind
-from deepspeed_ext.runtime.executor import METHODS
+from deepspeed_ext.plan.programs.program import COMPUTES
 from megatron_terapipe.training.build_engine import build_engine
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, batches, run_of
@@ -27,7 +26,6 @@ SETUPS = {
     PLAIN: {LOSS_WEIGHT},
     f"{CUT} --bf16 {DROPOUT} --recompute-granularity stage --pipeline-schedule zero-bubble": {LOSS_WEIGHT, DROPOUT_KEY},
 }
-OPS = {InstructionKind[kind.name] for kind in OpKind}
 
 Call = tuple[str, tuple[Any, ...]]
 """An operator, and its arguments: numbers, and of tensors shape, type and strides."""
@@ -58,15 +56,13 @@ def _calls_of_steps(flags: str) -> list[list[tuple[Op, list[Call]]]]:
     for data_rank in range(3):
         engine.set_dataiterator(iter(batches(setup, data_rank)))
         engine.module.train()
-        engine.batch = engine._new_batch(None, training=True, updates=True)
-        schedule = engine._train_schedule()
-        engine._begin(engine.batch, schedule)
         found = []
-        for instruction in schedule.program.instructions:
-            with _Calls() as calls:
-                METHODS[instruction.kind](engine._executor, instruction)
-            if instruction.kind in OPS:
-                found.append((instruction.op, calls.found))
+        with engine._running(engine._plan(None, training=True, updates=True)):
+            for instruction in engine._program.instructions:
+                with _Calls() as calls:
+                    engine._executor.execute(instruction)
+                if instruction.kind in COMPUTES:
+                    found.append((instruction.op, calls.found))
         steps.append(found)
         engine._executor.finish(engine.batch)
         engine.optimizer.zero_grad()

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
-from deepspeed_ext.runtime.executor import METHODS
 from deepspeed_ext.runtime.state import sequence_state
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.model import experts
@@ -150,9 +149,6 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     engine._executor._device = engine._links.device = DEVICE
     engine.set_dataiterator(iter(loaded(each) for each in batches(setup, 0)))
     engine.module.train()
-    engine.batch = engine._new_batch(None, training=True, updates=True)
-    schedule = engine._train_schedule()
-    engine._begin(engine.batch, schedule)
     found: Counter[tuple[str, str]] = Counter()
     at: list[Instruction] = []
 
@@ -164,10 +160,11 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     in_bf16 = patch.object(F, "grouped_mm", _grouped_mm)
     # Torch does not know of autocast on the meta device.
     autocast = patch.object(torch, "is_autocast_enabled", lambda device_type: False)
-    with kernels, grouped, in_bf16, autocast, _Makers(seen), _Copies(seen):
-        for instruction in schedule.program.instructions:
-            at.append(instruction)
-            METHODS[instruction.kind](engine._executor, instruction)
+    with engine._running(engine._plan(None, training=True, updates=True)):
+        with kernels, grouped, in_bf16, autocast, _Makers(seen), _Copies(seen):
+            for instruction in engine._program.instructions:
+                at.append(instruction)
+                engine._executor.execute(instruction)
     assert {loss.device for loss in engine.batch.losses.values()} == {DEVICE}
     assert all(each.grad.device == DEVICE for each in engine.module.parameters())
     return found
@@ -176,12 +173,11 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
 def crossings_of_the_loss() -> Counter[str]:
     """Where host and device meet when the micro-batches of a batch are weighed by their tokens."""
     engine = build_engine(run_of(Setup(micro_batches=3)))
-    engine._loss._weight = engine._loss._weight.to(DEVICE)
-    engine.set_dataiterator(iter(batches(Setup(micro_batches=3), 0)))
+    engine._loss._like = engine._loss._like.to(DEVICE)
     found: list[str] = []
     # The meta device has no messages.
     with patch.object(dist, "all_reduce"), _Makers(found.append), _Copies(found.append):
-        engine._loss.weigh_ahead(3, lambda batch: float(batch.loss_mask.sum()))
+        engine._loss.weigh_by_tokens([3.0, 1.0, 2.0])
     weighed = engine._loss.weigh(torch.ones((), device=DEVICE), 2)
     assert weighed.device == engine._loss._num_tokens.device == DEVICE
     return Counter(found)

@@ -247,25 +247,25 @@ def falling(count: int) -> list[float]:
     return [2 + 8 / (1 + 0.05 * number) + noise.gauss(0, 0.05) for number in range(count)]
 
 
-def test_a_loss_that_falls_with_noise_has_no_spikes() -> None:
-    assert spikes_among(falling(1000)) == []
+JUMP = falling(400)
+JUMP[300] *= 2
 
 
-def test_a_jump_is_a_spike_and_a_plateau_above_becomes_the_usual() -> None:
-    losses = falling(400)
-    losses[300] *= 2
-    assert spikes_among(losses) == [300]
-    assert spikes_among([2.0] * 200 + [4.0] * 200) == list(range(200, 250)), "until half of the last 100 are so high"
-
-
-def test_a_few_values_give_no_bound() -> None:
-    assert spikes_among([1.0] * (LEAST_VALUES - 1) + [100.0]) == []
-    assert spikes_among([1.0] * LEAST_VALUES + [100.0]) == [LEAST_VALUES]
-
-
-def test_nearly_constant_values_may_rise_by_the_least_ratio() -> None:
-    assert spikes_among([2.0] * 50 + [2.13]) == []
-    assert spikes_among([2.0] * 50 + [2.15]) == [50]
+@pytest.mark.parametrize(
+    ("values", "spikes"),
+    [
+        (falling(1000), []),
+        (JUMP, [300]),
+        ([2.0] * 200 + [4.0] * 200, [*range(200, 250)]),  # until half of the last 100 are so high
+        ([1.0] * (LEAST_VALUES - 1) + [100.0], []),  # a few values give no bound
+        ([1.0] * LEAST_VALUES + [100.0], [LEAST_VALUES]),
+        ([2.0] * 50 + [2.13], []),  # nearly constant values may rise by the least ratio
+        ([2.0] * 50 + [2.15], [50]),
+    ],
+    ids=["falling", "jump", "plateau", "too few", "enough", "small rise", "larger rise"],
+)
+def test_a_spike_is_far_above_the_usual(values: list[float], spikes: list[int]) -> None:
+    assert spikes_among(values) == spikes
 
 
 def test_spikes_are_noted_or_end_the_run() -> None:
@@ -285,16 +285,10 @@ def test_spikes_are_noted_or_end_the_run() -> None:
     assert line.startswith(" warning: the loss of iteration 31 is 20, above 2.14, ")
 
 
-def test_large_gradients() -> None:
-    guard = SpikeGuard(NumbersConfig(large_grads="note"))
-    for iteration in range(1, 31):
-        guard.check(iteration, 2.0, 1.0)
-    assert guard.check(31, 2.0, 3.1) == (False, True) and guard.check(32, 2.0, 2.9) == (False, False)
-
-
 def test_nan_and_skipped_iterations_are_no_spikes_and_do_not_change_the_bound() -> None:
     guard = SpikeGuard(NumbersConfig(large_grads="note"))
     for iteration in range(1, 101):
         guard.check(iteration, 2.0, 1.0)
         assert guard.check(iteration, nan, None) == guard.check(iteration, inf, inf) == (False, False)
-    assert guard.check(101, 9.0, 9.0) == (True, True)
+    found = [guard.check(101, *pair) for pair in ((2.0, 3.1), (2.0, 2.9), (9.0, 9.0))]
+    assert found == [(False, True), (False, False), (True, True)]

@@ -95,40 +95,24 @@ def test_both_are_megatrons_at_every_step(data: Any, style: str, wsd_style: str)
         theirs.step(batch_size)
 
 
-def test_a_fraction_need_not_be_whole_steps() -> None:
-    """Megatron does not cut 2.5 iterations of warmup off to 2."""
-    section = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25)
-    rates = LearningRateSchedule.from_config(section, TrainingConfig(train_iters=10), global_batch_size=1, seq_length=8)
-    assert rates.warmup_steps == 2.5
-    assert [rates.at(iteration) for iteration in range(4)] == pytest.approx([0.0, 0.4, 0.8, 1 - 0.5 / 7.5])
-
-
-def test_from_config() -> None:
-    section = OptimizerConfig(lr=2.0, min_lr=0.5, lr_decay_style="cosine", lr_warmup_fraction=0.25)
-    assert LearningRateSchedule.from_config(
-        section, TrainingConfig(train_iters=40), global_batch_size=1, seq_length=8
-    ) == LearningRateSchedule(max_lr=2.0, min_lr=0.5, decay_style="cosine", warmup_steps=10, decay_steps=40)
-    section = OptimizerConfig(lr=2.0, lr_warmup_iters=3, lr_decay_iters=20)
-    rates = LearningRateSchedule.from_config(section, TrainingConfig(train_iters=40), global_batch_size=1, seq_length=8)
-    assert (rates.warmup_steps, rates.decay_steps) == (3, 20)
-    section = OptimizerConfig(lr=2.0, lr_warmup_samples=30)
-    rates = LearningRateSchedule.from_config(
-        section, TrainingConfig(train_samples=400), global_batch_size=1, seq_length=8
-    )
-    assert (rates.warmup_steps, rates.decay_steps) == (30, 400)
-
-
 @pytest.mark.parametrize(
-    ("unit", "steps_per_sample"),
-    [("train_samples", 1.0), ("train_iters", 1 / 4)],
+    ("length", "settings", "steps"),
+    [
+        ({"train_iters": 40}, {"lr_warmup_fraction": 0.25}, (10, 40)),
+        # Megatron does not cut 2.5 iterations of warmup off to 2.
+        ({"train_iters": 10}, {"lr_warmup_fraction": 0.25}, (2.5, 10)),
+        ({"train_iters": 40}, {"lr_warmup_iters": 3, "lr_decay_iters": 20}, (3, 20)),
+        ({"train_samples": 400}, {"lr_warmup_samples": 30}, (30, 400)),
+        # Tokens are counted in the unit of the training: samples of 8 tokens, or iterations of 4 samples.
+        ({"train_samples": 500}, {"lr_warmup_tokens": 84, "lr_decay_tokens": 804}, (10.5, 100.5)),
+        ({"train_iters": 500}, {"lr_warmup_tokens": 84, "lr_decay_tokens": 804}, (10.5 / 4, 100.5 / 4)),
+    ],
 )
-def test_tokens_are_counted_in_whatever_training_is_counted_in(unit: str, steps_per_sample: float) -> None:
-    section = OptimizerConfig(lr=2.0, lr_warmup_tokens=84, lr_decay_tokens=804)
-    rates = LearningRateSchedule.from_config(section, TrainingConfig(**{unit: 500}), global_batch_size=4, seq_length=8)
-    assert rates.warmup_steps == 10.5 * steps_per_sample
-    assert rates.decay_steps == 100.5 * steps_per_sample
-    middle = 55.5 * steps_per_sample
-    assert rates.at(middle) == pytest.approx(1.0)
+def test_from_config(length: dict[str, int], settings: dict[str, float], steps: tuple[float, float]) -> None:
+    section = OptimizerConfig(lr=2.0, min_lr=0.0, lr_decay_style="linear", **settings)
+    rates = LearningRateSchedule.from_config(section, TrainingConfig(**length), global_batch_size=4, seq_length=8)
+    assert (rates.warmup_steps, rates.decay_steps, rates.max_lr) == (*steps, 2.0)
+    assert rates.at(sum(steps) / 2) == pytest.approx(1.0)
 
 
 def test_weight_decay_is_constant_unless_it_rises() -> None:

@@ -324,7 +324,6 @@ class RankWatch:
                 complete = self._host is None or len(self._others) == self.place.local_size - 1
                 self._look(self._ends.wait(60.0 if complete else _LOOK_FOR_RANKS_S))
         finally:
-            self._ends.close()
             if self._host is not None:
                 self._host.remove_file()
 

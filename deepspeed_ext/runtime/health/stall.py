@@ -201,7 +201,7 @@ class _Waits:
         self._least = {group: min(positions[rank].collectives[group] for rank in of) for group, of in members.items()}
 
     def chain(self, rank: int) -> tuple[list[int], list[int]]:
-        """Ranks that one waits for, directly or not, itself included; and those of them that wait for no rank."""
+        """Ranks that one waits for, directly or not, itself included; and which of them wait for no rank."""
         reached, to_follow, ends = {rank}, [rank], []
         while to_follow:
             others = self._awaited_by(rank := to_follow.pop())

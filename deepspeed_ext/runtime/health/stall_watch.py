@@ -254,7 +254,7 @@ class StallWatch:
         self._roll_call.next()
 
     def _with_silent(self, answers: dict[int, Position], asked_s: float) -> dict[int, Position | None]:
-        """Positions of the ranks that answered, and None for those that have not for too long."""
+        """Positions of the ranks that answered, and None for ranks that have not for too long."""
         positions: dict[int, Position | None] = dict(answers)
         for rank in range(self._world_size):
             if rank in answers:

@@ -1,4 +1,4 @@
-"""Weights and optimizer states of a rank by name: those with bad numbers, and those whose copies differ between ranks.
+"""Weights and optimizer states of a rank by name: states with bad numbers, and copies that differ between ranks.
 
 Replicas, tied stages, and tensor-parallel ranks hold copies, which are compared by hashes. Copies start equal and get
 equal updates, so they stay equal to the bit. If they do not, memory or a link is broken, or ranks have computed

@@ -19,8 +19,7 @@ from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.channels import Incoming
 from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.live_batch import Batch
-from deepspeed_ext.runtime.topology import SequenceParallelRanks
+from deepspeed_ext.runtime.live_batch import BatchPlan, LiveBatch
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, as_numpy, batches_of, build, weights
@@ -38,7 +37,7 @@ class Loads(Observer):
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
         batch = self._engine._executor.batch
-        kernel = op.kind, batch.training, batch.token_slices_of(op.micro_batch).lengths[op.token_slice]
+        kernel = op.kind, batch.plan.training, batch.token_slices_of(op.micro_batch).lengths[op.token_slice]
         posted = sum(
             len(end._posted) + len(end._unposted)
             for end in self._engine._links._ends.values()
@@ -65,7 +64,7 @@ def _train(
         "losses": losses,
         "weights": weights(engine),
         "loads": loads.under_receives,
-        "schedule": type(engine._programs._training._schedule).__name__,
+        "schedule": type(engine._schedule.schedule._schedule).__name__,
     }
 
 
@@ -189,15 +188,14 @@ def test_replicas_that_exchange_tokens_run_one_program(on_two) -> None:
 
 
 def test_a_cut_of_another_length_is_refused() -> None:
-    batch = Batch(
+    plan = BatchPlan(
         shape=PipelineShape(1, 2, 2),
         token_slices=TokenSlices((4, 4)),
-        ranks=SequenceParallelRanks(),
         by_documents=lambda _: TokenSlices((4, 5)),
         rows=1,
-        sequences=lambda micro_batch: range(micro_batch, micro_batch + 1),
         training=True,
     )
+    batch = LiveBatch(plan)
     with pytest.raises(UserError, match=r"2 token slices of 9 tokens \(4,5\), and the module has 2 of 8: give as many"):
         batch.cut(0, Documents(((0,),)))
     batch.cut(1, None)
