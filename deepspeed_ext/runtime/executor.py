@@ -131,8 +131,9 @@ class Executor:
         if op.kind is OpKind.FORWARD:
             if op.stage:
                 held.inputs = self._read(op)
+            held.given = self._given(op, held)
             if op.stage in self._unchecked:
-                self._check(op, *self._given(op, held))
+                self._check(op, *held.given)
         elif op.kind is not OpKind.WEIGHT_GRADIENT:
             if op.stage != self.batch.plan.shape.last_stage:
                 held.gradients = self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
@@ -154,8 +155,9 @@ class Executor:
 
     def forward(self, op: Op, held: Buffer) -> None:
         """Compute a stage on a token slice."""
+        given, held.given = held.given, (None, {})
         compute_stage = self._pass_through if self._computes_again else self._compute
-        compute_stage(op, held, *self._given(op, held))
+        compute_stage(op, held, *given)
 
     def backward(self, op: Op, held: Buffer) -> None:
         """Compute the gradients of a stage's inputs and weights for a token slice."""

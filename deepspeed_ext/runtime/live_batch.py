@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class Buffer:
 
     inputs: tuple[Tensor, ...] = ()
     """Inputs from the previous stage, until their gradients are taken; empty on the first stage."""
+    given: tuple[Any, Mapping[str, Any]] = (None, MappingProxyType({}))
+    """Input of the first layer, and entries of the data that layers take by name, from their arrival to the forward."""
     outputs: tuple[Tensor, ...] = ()
     """Outputs for the next stage, until they are sent or passed on."""
     gradients: tuple[Tensor, ...] = ()
