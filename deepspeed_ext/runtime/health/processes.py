@@ -200,7 +200,7 @@ class ProcessEnds:
 _SLOT = struct.Struct("=iii")
 
 
-class Mark(IntEnum):
+class RankMark(IntEnum):
     """State of a rank, as it notes it."""
 
     ABSENT = 0
@@ -221,7 +221,7 @@ class HostRank(NamedTuple):
 
     rank: int
     pid: int
-    mark: Mark
+    mark: RankMark
 
 
 class HostRanks:
@@ -243,7 +243,7 @@ class HostRanks:
     def read(self) -> dict[int, HostRank]:
         """Entries of the ranks that have started, by local rank; the file is removed once all have."""
         slots = (_SLOT.unpack_from(self._page, place * _SLOT.size) for place in range(self._size))
-        found = {place: HostRank(rank, pid, Mark(mark)) for place, (rank, pid, mark) in enumerate(slots) if mark}
+        found = {place: HostRank(rank, pid, RankMark(mark)) for place, (rank, pid, mark) in enumerate(slots) if mark}
         if len(found) == self._size:
             self.remove_file()
         return found

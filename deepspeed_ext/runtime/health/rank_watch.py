@@ -34,8 +34,8 @@ from deepspeed_ext.runtime.health.processes import (
     Ancestor,
     HostRank,
     HostRanks,
-    Mark,
     ProcessEnds,
+    RankMark,
     host_launcher,
     is_orphan,
     own_launch,
@@ -63,7 +63,7 @@ _JOIN_S = _CONNECT_S + 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class Lost:
     """The end of a process without which the run ends."""
 
     text: str
@@ -81,7 +81,7 @@ class HostNews:
         serves_store: whether this rank serves the store, which ends with it.
     """
 
-    def __init__(self, attempt: str, *, received: Callable[[Loss], object], serves_store: bool) -> None:
+    def __init__(self, attempt: str, *, received: Callable[[Lost], object], serves_store: bool) -> None:
         self._prefix, self._received, self._serves_store = f"liveness/{attempt}", received, serves_store
         self._key = f"{self._prefix}/gone"
         self._address: tuple[str, int] | None = None
@@ -99,7 +99,7 @@ class HostNews:
             self._thread = threading.Thread(target=self._listen, args=(name,), name="news of other hosts", daemon=True)
             self._thread.start()
 
-    def send(self, loss: Loss) -> None:
+    def send(self, loss: Lost) -> None:
         """Notify the other hosts, unless they cannot be reached."""
         if self._address is None or self._ended.is_set():
             return
@@ -137,19 +137,19 @@ class HostNews:
             signs = _SignsOfLife(store, self._prefix, name)
             while not self._ended.is_set():
                 if store.check([self._key]):
-                    self._received(Loss(**json.loads(store.get(self._key)) | {"printed": True}))
+                    self._received(Lost(**json.loads(store.get(self._key)) | {"printed": True}))
                     return
                 if silent := signs.write_and_read(compare=self.compares):
-                    own = json.dumps(asdict(Loss(f"{silent} died")))
+                    own = json.dumps(asdict(Lost(f"{silent} died")))
                     # Ranks of several hosts may find it; only the first one prints it.
                     first = store.compare_set(self._key, "", own)
-                    self._received(Loss(**json.loads(first) | {"printed": first != own.encode()}))
+                    self._received(Lost(**json.loads(first) | {"printed": first != own.encode()}))
                     return
                 self._ended.wait(_LOOK_AT_STORE_S)
         except RuntimeError:
             if not self._ended.is_set():
                 at = ":".join(map(str, self._address or ()))
-                self._received(Loss(f"the store of rank 0 at {at}, where the ranks met, is gone"))
+                self._received(Lost(f"the store of rank 0 at {at}, where the ranks met, is gone"))
 
 
 class _SignsOfLife:
@@ -231,7 +231,7 @@ class RankWatch:
         self.ending, self._orphan = ending, orphan
         self.reports_end = place.rank == 0
         """Whether this rank reports how the run ends."""
-        self.loss: Loss | None = None
+        self.lost: Lost | None = None
         """The loss for which this rank ends; None while all processes run."""
         self._concluding, self._lost = threading.Lock(), threading.Event()
         self._left, self._terminating, self._interrupted = threading.Event(), threading.Lock(), False
@@ -250,7 +250,7 @@ class RankWatch:
 
     def __enter__(self) -> Self:
         """Start to watch this rank."""
-        self._mark(Mark.HERE)
+        self._mark(RankMark.HERE)
         self._before = signal.signal(signal.SIGTERM, self._terminated)
         # Written to by the system on a signal, also while the main thread is in a call that never returns.
         self._wakeup_before = signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
@@ -261,7 +261,7 @@ class RankWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Note how this rank ends, and stop to watch it."""
-        self._mark(Mark.DONE if kind is None else Mark.ENDING)
+        self._mark(RankMark.DONE if kind is None else RankMark.ENDING)
         self._left.set()
         with suppress(OSError):
             self._waking.send(b"\0")
@@ -270,8 +270,8 @@ class RankWatch:
         with self._concluding:
             pass
         if self._news is not None:
-            if kind is not None and self.loss is None:
-                self._news.send(Loss(f"rank {self.place.rank} (host {socket.gethostname()}) ended", printed=True))
+            if kind is not None and self.lost is None:
+                self._news.send(Lost(f"rank {self.place.rank} (host {socket.gethostname()}) ended", printed=True))
             self._news.end()
             self._news.join()
         signal.set_wakeup_fd(self._wakeup_before)
@@ -285,19 +285,19 @@ class RankWatch:
             name = _name(self.place.rank, os.getpid())
             self._news.begin(address, port, name=name, listens=self.place.local_rank == 0)
 
-    def reason_of_a_lost_connection(self, seconds: float) -> Loss | None:
+    def reason_of_a_lost_connection(self, seconds: float) -> Lost | None:
         """The loss, as soon as it is found; None if none is found within the time."""
         if self._news is not None:
             self._news.compares = True
         self._lost.wait(seconds)
-        return self.loss
+        return self.lost
 
     def late_ranks(self, seconds: float) -> dict[int, int]:
         """Ranks of the host, by local rank, that are not done as this one is, after these seconds at most."""
-        self._mark(Mark.DONE)
+        self._mark(RankMark.DONE)
         deadline = time.monotonic() + seconds
         while self._host is not None:
-            late = {place: each.rank for place, each in self._host.read().items() if each.mark is Mark.HERE}
+            late = {place: each.rank for place, each in self._host.read().items() if each.mark is RankMark.HERE}
             if not late or time.monotonic() > deadline:
                 return late
             time.sleep(_LOOK_FOR_RANKS_S / 10)
@@ -309,8 +309,8 @@ class RankWatch:
             self._news.end()
 
     def end_is_explained(self) -> None:
-        """Mark this rank as about to end for a reason that has been printed."""
-        self._mark(Mark.ENDING)
+        """RankMark this rank as about to end for a reason that has been printed."""
+        self._mark(RankMark.ENDING)
 
     # ------------------------------------------------------------------ the thread
 
@@ -336,7 +336,7 @@ class RankWatch:
             self._interrupted = self._interrupted or signal.SIGINT in received
             if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) == self._terminated:
                 self._terminated(signal.SIGTERM, None)
-        if self.loss is not None:
+        if self.lost is not None:
             return
         for ancestor in self._launch:
             if ancestor in ended:
@@ -353,12 +353,12 @@ class RankWatch:
             self._ends.add(place, marks[place].pid)
         # Deaths before ends that were reported: both may show in one look.
         for place, other in sorted(marks.items(), key=lambda entry: (entry[1].mark, entry[0])):
-            if place in ended and other.mark in (Mark.HERE, Mark.ENDING):
+            if place in ended and other.mark in (RankMark.HERE, RankMark.ENDING):
                 # Of the remaining ranks, only the first one prints.
                 before = (each for each in marks if each < self.place.local_rank)
-                first = all(each in ended and marks[each].mark is Mark.HERE for each in before)
-                died, name = other.mark is Mark.HERE, _name(other.rank, other.pid)
-                loss = Loss(f"{name} {'died' if died else 'ended'}", printed=not died)
+                first = all(each in ended and marks[each].mark is RankMark.HERE for each in before)
+                died, name = other.mark is RankMark.HERE, _name(other.rank, other.pid)
+                loss = Lost(f"{name} {'died' if died else 'ended'}", printed=not died)
                 self._conclude(loss, prints=first and died, sends=first)
                 return
 
@@ -371,9 +371,9 @@ class RankWatch:
             if each is not launcher and each.program in RUNNERS:
                 with suppress(OSError):
                     os.kill(each.pid, signal.SIGTERM)
-        loss = Loss(f"{name} (host {socket.gethostname()}{process}) is gone, and ranks do not train on without it")
+        loss = Lost(f"{name} (host {socket.gethostname()}{process}) is gone, and ranks do not train on without it")
         if signal.getsignal(signal.SIGTERM) == self._terminated:
-            self._mark(Mark.ENDING)
+            self._mark(RankMark.ENDING)
             self._conclude(loss, prints=first, sends=first)
             self._leave_after_report(loss.text, TERMINATED)
         else:
@@ -381,18 +381,18 @@ class RankWatch:
             self._conclude(loss, prints=first, patience_s=_REQUEST_S)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _received(self, loss: Loss) -> None:
+    def _received(self, loss: Lost) -> None:
         """Handle news of another host, or the loss of the store."""
         self._conclude(loss, prints=not loss.printed)
 
     def _conclude(
-        self, loss: Loss, *, prints: bool = False, sends: bool = False, patience_s: float = _PATIENCE_S
+        self, loss: Lost, *, prints: bool = False, sends: bool = False, patience_s: float = _PATIENCE_S
     ) -> None:
         """End this rank because of a loss, after some time in which it may end by itself."""
         with self._concluding:
-            if self.loss is not None:
+            if self.lost is not None:
                 return
-            self.loss = loss
+            self.lost = loss
             self.reports_end = self.reports_end or prints
             self._lost.set()
             # First of all: a line that is not read would block the thread that writes it.
@@ -404,19 +404,19 @@ class RankWatch:
             self._news.send(loss)
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
-        if self.loss is not None:
-            self._mark(Mark.ENDING)
-            self._leave_after_report(self.loss.text, TERMINATED)
+        if self.lost is not None:
+            self._mark(RankMark.ENDING)
+            self._leave_after_report(self.lost.text, TERMINATED)
         elif self._terminating.acquire(blocking=False):  # Called in the main thread and in that of the watch.
             first = self._is_first_to_end()
-            self._mark(Mark.ENDING)
+            self._mark(RankMark.ENDING)
             time.sleep(_LOOK_FOR_RANKS_S)  # A SIGINT before it may still be unread.
             if self._interrupted:
                 # Printed by the main thread, unless it is in a call that never returns.
                 _after(_PATIENCE_S, self._leave, TERMINATED)
                 return
             name = _name(self.place.rank, os.getpid())
-            loss = Loss(f"{name} received SIGTERM, directly or from its launcher", printed=first)
+            loss = Lost(f"{name} received SIGTERM, directly or from its launcher", printed=first)
             if first:
                 with suppress(OSError):
                     self._report(f"error: {loss.text}: {self.remedy()}")
@@ -429,7 +429,8 @@ class RankWatch:
         marks = {} if self._host is None else self._host.read()
         others = [each for place, each in marks.items() if place != self.place.local_rank]
         return (self._host is None or self._host.claim()) and not any(
-            each.mark is Mark.ENDING or (each.mark is Mark.HERE and start_of(each.pid) is None) for each in others
+            each.mark is RankMark.ENDING or (each.mark is RankMark.HERE and start_of(each.pid) is None)
+            for each in others
         )
 
     def _leave_after_report(self, reason: str, code: int, *, failed: bool = True) -> None:
@@ -441,11 +442,11 @@ class RankWatch:
             timer.cancel()
         self._leave(code)
 
-    def _mark(self, mark: Mark) -> None:
+    def _mark(self, mark: RankMark) -> None:
         if self._host is not None:
             self._host.write(self.place.local_rank, HostRank(self.place.rank, os.getpid(), mark))
             # No rank starts once one has ended; and the last one to start removes the file.
-            self._host.read() if mark is Mark.HERE else self._host.remove_file()
+            self._host.read() if mark is RankMark.HERE else self._host.remove_file()
 
 
 def _after(seconds: float, function: Callable[..., object], *arguments: object) -> threading.Timer:

@@ -11,7 +11,7 @@ from deepspeed_ext.runtime.health.processes import (
     Ancestor,
     HostRank,
     HostRanks,
-    Mark,
+    RankMark,
     host_launcher,
     is_orphan,
     launch_of,
@@ -76,12 +76,12 @@ def test_orphans_of_deepspeed() -> None:
 def test_ranks_read_entries_of_others_and_leave_no_file(tmp_path: Path) -> None:
     path = tmp_path / "page"
     pages = [HostRanks(path, 2), HostRanks(path, 2)]
-    pages[0].write(0, HostRank(4, 100, Mark.HERE))
-    assert pages[1].read() == {0: HostRank(4, 100, Mark.HERE)}
+    pages[0].write(0, HostRank(4, 100, RankMark.HERE))
+    assert pages[1].read() == {0: HostRank(4, 100, RankMark.HERE)}
     assert path.exists(), "the other rank has yet to start"
-    pages[1].write(1, HostRank(5, 101, Mark.HERE))
-    pages[0].write(0, HostRank(4, 100, Mark.ENDING))
-    assert pages[1].read() == {0: HostRank(4, 100, Mark.ENDING), 1: HostRank(5, 101, Mark.HERE)}
+    pages[1].write(1, HostRank(5, 101, RankMark.HERE))
+    pages[0].write(0, HostRank(4, 100, RankMark.ENDING))
+    assert pages[1].read() == {0: HostRank(4, 100, RankMark.ENDING), 1: HostRank(5, 101, RankMark.HERE)}
     assert not path.exists()
     assert pages[0].read()[1].rank == 5
 

@@ -17,8 +17,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from deepspeed_ext.runtime.health import rank_watch
-from deepspeed_ext.runtime.health.processes import Ancestor, HostRank, HostRanks, Mark, ProcessEnds, start_of
-from deepspeed_ext.runtime.health.rank_watch import TERMINATED, Loss, RankWatch, _SignsOfLife
+from deepspeed_ext.runtime.health.processes import Ancestor, HostRank, HostRanks, ProcessEnds, RankMark, start_of
+from deepspeed_ext.runtime.health.rank_watch import TERMINATED, Lost, RankWatch, _SignsOfLife
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 
 SOON_S = 20
@@ -74,20 +74,20 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_dead_rank_is_named_by_the_remaining_one(tmp_path: Path, local_rank: int) -> None:
     rank, other = Rank(tmp_path, local_rank), 1 - local_rank
     with sleeper() as process, rank.watch as watch:
-        rank.page.write(other, HostRank(other, process.pid, Mark.HERE))
+        rank.page.write(other, HostRank(other, process.pid, RankMark.HERE))
         process.kill()
         until(lambda: bool(rank.lines))
         assert re.fullmatch(rf"error: rank {other} \(host \S+, process {process.pid}\) died: REMEDY", rank.lines[0])
-        assert watch.loss is not None
+        assert watch.lost is not None
     assert len(rank.lines) == 1
 
 
-@pytest.mark.parametrize(("mark", "ends"), [(Mark.DONE, False), (Mark.ENDING, True)], ids=["done", "ending"])
-def test_a_rank_that_has_reported_its_end_is_not_named(tmp_path: Path, mark: Mark, ends: bool) -> None:
+@pytest.mark.parametrize(("mark", "ends"), [(RankMark.DONE, False), (RankMark.ENDING, True)], ids=["done", "ending"])
+def test_a_rank_that_has_reported_its_end_is_not_named(tmp_path: Path, mark: RankMark, ends: bool) -> None:
     rank = Rank(tmp_path)
     rank.page.write(1, HostRank(1, os.getpid(), mark))
     rank.watch._look_at_others(ended={1})
-    assert (rank.watch.loss is not None, rank.lines) == (ends, [])
+    assert (rank.watch.lost is not None, rank.lines) == (ends, [])
 
 
 def test_a_rank_that_died_before_it_was_looked_at_is_named(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_rank_that_died_before_it_was_looked_at_is_named(tmp_path: Path) -> No
     with sleeper() as process:
         process.kill()
         process.wait()
-        rank.page.write(1, HostRank(1, process.pid, Mark.HERE))
+        rank.page.write(1, HostRank(1, process.pid, RankMark.HERE))
         with rank.watch:
             until(lambda: bool(rank.lines))
 
@@ -143,15 +143,15 @@ def test_sigterm_ends_a_rank_whose_main_thread_hangs(tmp_path: Path) -> None:
     with rank.watch as watch:
         watch._waking.send(bytes([signal.SIGTERM]))  # as the system does, before Python calls any handler
         assert rank.left() == TERMINATED
-        assert rank.page.read()[0].mark is Mark.ENDING
-        assert watch.loss is None
+        assert rank.page.read()[0].mark is RankMark.ENDING
+        assert watch.lost is None
     (line,) = rank.lines
     pattern = r"error: rank 0 \(host \S+, process \d+\) received SIGTERM, directly or from its launcher: REMEDY"
     assert re.fullmatch(pattern, line)
 
 
-@pytest.mark.parametrize("mark", [Mark.ENDING, Mark.HERE], ids=["ended", "died"])
-def test_sigterm_after_the_end_of_another_rank_is_not_printed(tmp_path: Path, mark: Mark) -> None:
+@pytest.mark.parametrize("mark", [RankMark.ENDING, RankMark.HERE], ids=["ended", "died"])
+def test_sigterm_after_the_end_of_another_rank_is_not_printed(tmp_path: Path, mark: RankMark) -> None:
     """A launcher ends all ranks when one has ended."""
     rank = Rank(tmp_path)
     with sleeper() as process:
@@ -165,7 +165,7 @@ def test_sigterm_after_the_end_of_another_rank_is_not_printed(tmp_path: Path, ma
 def test_of_ranks_that_get_sigterm_together_one_prints(tmp_path: Path) -> None:
     ranks = [Rank(tmp_path, place) for place in (0, 1)]
     for place, rank in enumerate(ranks):
-        rank.page.write(place, HostRank(place, os.getpid(), Mark.HERE))
+        rank.page.write(place, HostRank(place, os.getpid(), RankMark.HERE))
     threads = [threading.Thread(target=rank.watch._terminated, args=(signal.SIGTERM, None)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -190,10 +190,10 @@ def test_sigterm_after_ctrl_c_leaves_the_line_to_the_main_thread(
 def test_ranks_wait_for_each_other_at_the_end(tmp_path: Path, local_rank: int) -> None:
     rank, other = Rank(tmp_path, local_rank), 1 - local_rank
     assert rank.watch.late_ranks(0.0) == {}, "the other one has not started"
-    rank.page.write(other, HostRank(other, os.getpid(), Mark.HERE))
+    rank.page.write(other, HostRank(other, os.getpid(), RankMark.HERE))
     assert rank.watch.late_ranks(0.2) == {other: other}
-    assert rank.page.read()[local_rank].mark is Mark.DONE
-    done = threading.Timer(0.2, rank.page.write, (other, HostRank(other, os.getpid(), Mark.DONE)))
+    assert rank.page.read()[local_rank].mark is RankMark.DONE
+    done = threading.Timer(0.2, rank.page.write, (other, HostRank(other, os.getpid(), RankMark.DONE)))
     done.start()
     assert rank.watch.late_ranks(SOON_S) == {}
 
@@ -202,13 +202,13 @@ def test_the_end_is_marked_and_the_handler_restored(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     rank = Rank(tmp_path)
     with rank.watch:
-        assert rank.page.read() == {0: HostRank(0, os.getpid(), Mark.HERE)}
-    assert rank.page.read()[0].mark is Mark.DONE
+        assert rank.page.read() == {0: HostRank(0, os.getpid(), RankMark.HERE)}
+    assert rank.page.read()[0].mark is RankMark.DONE
     assert signal.getsignal(signal.SIGTERM) == before
     failing = Rank(tmp_path)
     with pytest.raises(KeyError), failing.watch:
         raise KeyError
-    assert failing.page.read()[0].mark is Mark.ENDING
+    assert failing.page.read()[0].mark is RankMark.ENDING
 
 
 def test_another_host_receives_the_loss_and_prints_nothing(tmp_path: Path) -> None:
@@ -220,10 +220,10 @@ def test_another_host_receives_the_loss_and_prints_nothing(tmp_path: Path) -> No
         # Two watches of one process: signals are the inner one's.
         with here.watch:
             here.watch.meet("127.0.0.1", store.port)
-            here.page.write(0, HostRank(0, process.pid, Mark.HERE))
+            here.page.write(0, HostRank(0, process.pid, RankMark.HERE))
             process.kill()
-            until(lambda: there.watch.loss is not None)
-    assert f"process {process.pid}) died" in there.watch.loss.text
+            until(lambda: there.watch.lost is not None)
+    assert f"process {process.pid}) died" in there.watch.lost.text
     assert (len(here.lines), there.lines) == (1, [])
 
 
@@ -234,9 +234,9 @@ def test_other_hosts_are_notified_before_the_rank_leaves(tmp_path: Path) -> None
     calls = {name: partial(came.append, name) for name in ("end", "join")}
     rank.watch._news = SimpleNamespace(send=lambda loss: came.append("send"), **calls)
     with sleeper() as process, rank.watch as watch:
-        rank.page.write(1, HostRank(1, process.pid, Mark.HERE))
+        rank.page.write(1, HostRank(1, process.pid, RankMark.HERE))
         process.kill()
-        until(lambda: watch.loss is not None)
+        until(lambda: watch.lost is not None)
     assert came == ["send", "end", "join"]
 
 
@@ -252,9 +252,9 @@ def test_a_lost_store_is_named_but_not_after_the_end(tmp_path: Path) -> None:
             until(lambda: parted.watch._news.connected)
             parted.watch.part()
             del store
-            until(lambda: lost.watch.loss is not None)
+            until(lambda: lost.watch.lost is not None)
     assert lost.lines == [f"error: the store of rank 0 at 127.0.0.1:{port}, where the ranks met, is gone: REMEDY"]
-    assert (parted.watch.loss, parted.lines) == (None, [])
+    assert (parted.watch.lost, parted.lines) == (None, [])
 
 
 def test_a_dead_host_is_named_once_a_connection_is_lost(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_the_reason_is_reported_before_a_rank_leaves(tmp_path: Path) -> None:
     with rank.watch as watch:
         watch._terminated(signal.SIGTERM, None)
         assert reported == [("terminated by SIGTERM", False, None)]
-        watch._conclude(Loss("rank 1 died"), prints=True)
+        watch._conclude(Lost("rank 1 died"), prints=True)
         watch._terminated(signal.SIGTERM, None)
     assert reported[1:] == [("rank 1 died", True, TERMINATED)]
 
@@ -310,7 +310,7 @@ def test_of_other_ranks_the_one_that_prints_reports(tmp_path: Path) -> None:
     with rank.watch as watch:
         watch._terminated(signal.SIGTERM, None)
         assert (reported, rank.left(), watch.reports_end) == ([], TERMINATED, False)
-        watch._conclude(Loss("rank 0 died"), prints=True)
+        watch._conclude(Lost("rank 0 died"), prints=True)
         assert watch.reports_end
         watch._terminated(signal.SIGTERM, None)
     assert reported == ["rank 0 died"]
