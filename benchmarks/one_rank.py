@@ -35,10 +35,10 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,13 +90,11 @@ def as_deepspeed_does(engine: Any) -> None:
     for weight in engine.module.parameters():
         set_sum(weight, None)
 
-    @contextmanager
-    def pass_over_all() -> Iterator[None]:
-        engine.optimizer.clear_lp_grads()
-        yield
+    def pass_over_all() -> None:
         engine.optimizer.update_hp_grads(clear_lp_grads=False)
+        engine.optimizer.clear_lp_grads()
 
-    engine._accumulation = pass_over_all
+    engine._executor._accumulated = SimpleNamespace(collect=pass_over_all)
 
 
 def bf16(argv: Sequence[str] | None = None) -> None:
