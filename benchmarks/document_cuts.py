@@ -36,7 +36,7 @@ from deepspeed_ext.plan.solve.cuts import QUANTA, DocumentCuts
 from deepspeed_ext.runtime.attention.documents import Documents
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.pipeline import balanced_token_slices, document_cuts
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 
 Starts = tuple[int, ...]
 """Positions at which the documents of a sequence begin."""
@@ -220,7 +220,7 @@ def measure(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _step(engine: Any, data: Iterator[Batch], clock: ProcessorClock) -> None:
+def _step(engine: Any, data: Iterator[MicroBatch], clock: ProcessorClock) -> None:
     dist.barrier()
     with engine.observers.joined_by(clock):
         engine.train_batch(data)
@@ -233,7 +233,7 @@ def _of_all_ranks(clock: ProcessorClock) -> dict[Op, float]:
     return {op: each for of_rank in seconds for op, each in of_rank.items()}
 
 
-def _batches(model: ModelConfig, starts: Sequence[Starts]) -> Iterator[Batch]:
+def _batches(model: ModelConfig, starts: Sequence[Starts]) -> Iterator[MicroBatch]:
     """Micro-batches of random tokens with these documents, over and over."""
     generator = torch.Generator().manual_seed(0)
     samples = torch.randint(0, model.vocab_size, (len(starts), 1, model.seq_length + 1), generator=generator)
@@ -241,7 +241,7 @@ def _batches(model: ModelConfig, starts: Sequence[Starts]) -> Iterator[Batch]:
         for sample, row in zip(samples, starts, strict=True):
             tokens, labels = sample[:, :-1], sample[:, 1:]
             mask = torch.ones(tokens.shape)
-            yield Batch(tokens=tokens, labels=labels, loss_mask=mask, document_starts=(row,))
+            yield MicroBatch(tokens=tokens, labels=labels, loss_mask=mask, document_starts=(row,))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -71,7 +71,7 @@ from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, speed_of, strategy_text, time_text
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
@@ -675,7 +675,7 @@ def prepare(prefix: Path, seq_length: int, token_slices: int) -> None:
     ids = timed("read a sample", lambda: dataset[0])
     batch = timed(
         "tokens, labels, mask, documents",
-        lambda: Batch.from_samples(torch.from_numpy(ids[None]), separating_eod=END, masked_eod=END),
+        lambda: MicroBatch.from_samples(torch.from_numpy(ids[None]), separating_eod=END, masked_eod=END),
     )
     found = Documents(batch.document_starts)
     cuts = DocumentCuts(

@@ -50,7 +50,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.pipeline import balanced_token_slices
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.planning import with_found_token_slices
 
 
@@ -409,8 +409,8 @@ def _measured(job: Job, cut: TokenSlices, **stages: Any) -> OpCosts:
     return measured_costs(timelines)
 
 
-def _batches(job: Job) -> list[Batch]:
-    return [Batch.from_samples(rows) for rows in job.samples().split(job.micro_batch_size)]
+def _batches(job: Job) -> list[MicroBatch]:
+    return [MicroBatch.from_samples(rows) for rows in job.samples().split(job.micro_batch_size)]
 
 
 OUR_SCHEDULES: dict[str, dict[str, Any]] = {

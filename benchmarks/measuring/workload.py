@@ -21,7 +21,7 @@ from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.live_batch import CutByDocuments
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.micro_batches import split_batch
@@ -175,6 +175,6 @@ def batches(model: ModelConfig, *, for_deepspeed: bool, micro_batch_size: int = 
     """
     generator = torch.Generator().manual_seed(0)
     samples = torch.randint(0, model.vocab_size, (micro_batch_size, model.seq_length + 1), generator=generator)
-    batch = Batch.from_samples(samples)
+    batch = MicroBatch.from_samples(samples)
     while True:
         yield batch.as_pipeline_batch() if for_deepspeed else batch

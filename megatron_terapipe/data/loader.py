@@ -16,7 +16,7 @@ from megatron_terapipe.data.workers import map_ahead
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class MicroBatch:
     """A micro-batch of one data-parallel rank."""
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class Batch:
     @classmethod
     def from_samples(
         cls, samples: Tensor, *, separating_eod: int | None = None, masked_eod: int | None = None
-    ) -> "Batch":
+    ) -> "MicroBatch":
         """Cut samples into inputs and labels.
 
         Args:
@@ -52,9 +52,9 @@ class Batch:
         starts = () if separating_eod is None else tuple(_document_starts(row == separating_eod) for row in tokens)
         return cls(tokens=tokens, labels=labels, loss_mask=loss_mask, document_starts=starts)
 
-    def pin_memory(self) -> "Batch":
+    def pin_memory(self) -> "MicroBatch":
         """Return the batch in page-locked memory, from which an accelerator copies while it computes."""
-        return Batch(
+        return MicroBatch(
             tokens=self.tokens.pin_memory(),
             labels=self.labels.pin_memory(),
             loss_mask=self.loss_mask.pin_memory(),
@@ -75,7 +75,7 @@ _BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23
 """Micro-batches that a thread prepares ahead: as many, and no more tokens together than that, at 20 bytes each."""
 
 
-class MicroBatchLoader(Iterator[Batch]):
+class MicroBatchLoader(Iterator[MicroBatch]):
     """Endless micro-batches of one data-parallel rank, prepared in the background.
 
     After `consumed_samples`, the dataset's samples go to micro-batch 0 of rank 0, of rank 1, ..., then to micro-batch 1
@@ -118,21 +118,21 @@ class MicroBatchLoader(Iterator[Batch]):
         )
         fit = _TOKENS_AHEAD // (micro_batch_size * seq_length)
         ahead = min(max(1, fit), _BATCHES_AHEAD_PER_WORKER)
-        self._batches: Iterator[Batch] = (
+        self._batches: Iterator[MicroBatch] = (
             map_ahead(self._executor, self._load, starts, ahead * num_workers)
             if self._executor
             else map(self._load, starts)
         )
 
-    def _load(self, start: int) -> Batch:
+    def _load(self, start: int) -> MicroBatch:
         numbers = range(start, start + self._micro_batch_size)
         samples = [self._dataset[number % len(self._dataset)] for number in numbers]
-        batch = Batch.from_samples(
+        batch = MicroBatch.from_samples(
             torch.from_numpy(np.stack(samples)), separating_eod=self._separating_eod, masked_eod=self._masked_eod
         )
         return batch.pin_memory() if self._pin_memory else batch
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> MicroBatch:
         return next(self._batches)
 
     def close(self) -> None:

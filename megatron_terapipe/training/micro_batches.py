@@ -14,12 +14,12 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch
 from megatron_terapipe.config import DataConfig
 from megatron_terapipe.data.datasets import SampleDataset
-from megatron_terapipe.data.loader import Batch, MicroBatchLoader
+from megatron_terapipe.data.loader import MicroBatch, MicroBatchLoader
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.training.run import Run
 
 
-def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
+def split_batch(batch: MicroBatch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
     """Split tokens, labels and loss mask along the sequence.
 
     The loss of a token slice is the mean over its own loss-bearing tokens. Its weight is its share of the loss-bearing
@@ -42,18 +42,18 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
     ]
 
 
-def split_batch_with_labels(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
+def split_batch_with_labels(batch: MicroBatch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
     """Split a batch as `split_batch` does, with labels as an entry of the data, too: vocabulary stages read them."""
     parts = split_batch(batch, token_slices)
     return [replace(part, inputs={"tokens": part.inputs, "labels": part.labels[0]}) for part in parts]
 
 
-def loss_tokens(batch: Batch) -> float:
+def loss_tokens(batch: MicroBatch) -> float:
     """Return the number of tokens of a micro-batch in the loss mask."""
     return batch.loss_mask.sum(dtype=torch.float64).item()
 
 
-def documents_reader(data: DataConfig, *, numbered: bool = False) -> Callable[[Batch], Documents] | None:
+def documents_reader(data: DataConfig, *, numbered: bool = False) -> Callable[[MicroBatch], Documents] | None:
     """Return the function that finds where the documents of a micro-batch begin; None if none are separated.
 
     Args:
@@ -62,7 +62,7 @@ def documents_reader(data: DataConfig, *, numbered: bool = False) -> Callable[[B
     if not data.separates_documents:
         return None
 
-    def read(batch: Batch) -> Documents:
+    def read(batch: MicroBatch) -> Documents:
         return Documents(
             batch.document_starts,
             attend_apart=data.reset_attention_mask,

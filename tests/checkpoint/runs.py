@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.save import begin_save
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
@@ -107,11 +107,11 @@ def info_of(run: Run) -> CheckpointInfo:
     )
 
 
-def batches(step: int, data_rank: int, data_parallel_size: int) -> list[Batch]:
+def batches(step: int, data_rank: int, data_parallel_size: int) -> list[MicroBatch]:
     """This replica's micro-batches of the global batch of one iteration."""
     generator = torch.Generator().manual_seed(step)
     samples = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=generator)
     return [
-        Batch(tokens=rows[:, :-1], labels=rows[:, 1:], loss_mask=torch.ones(2, SEQ))
+        MicroBatch(tokens=rows[:, :-1], labels=rows[:, 1:], loss_mask=torch.ones(2, SEQ))
         for rows in samples.split(2)[data_rank::data_parallel_size]
     ]

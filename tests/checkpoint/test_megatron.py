@@ -10,7 +10,7 @@ import torch
 from megatron_terapipe import convert
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.megatron_model import megatron_info
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.optimizer import set_step_sizes
 from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule
@@ -100,7 +100,7 @@ def _continued(words: list[str]) -> dict[str, Any]:
         rate = rates.at(step)
         set_step_sizes(engine.optimizer, learning_rate=rate, of_ends=rate, weight_decay=config.optimizer.weight_decay)
         rows = (
-            Batch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(MICRO, SEQ))
+            MicroBatch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(MICRO, SEQ))
             for each in samples(step).split(MICRO)
         )
         losses.append(engine.train_batch(rows).item())

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deepspeed_ext.runtime.attention.documents import Documents
-from megatron_terapipe.data.loader import Batch, MicroBatchLoader
+from megatron_terapipe.data.loader import MicroBatch, MicroBatchLoader
 
 SAMPLES = torch.tensor([[1, 2, 0, 3], [4, 0, 0, 5]])
 
 
-def positions_of(batch: Batch) -> torch.Tensor:
+def positions_of(batch: MicroBatch) -> torch.Tensor:
     """Positions as layers get them."""
     return Documents(batch.document_starts).positions(0, batch.tokens.shape[1])
 
 
 def test_labels_are_the_next_tokens_and_all_count() -> None:
-    batch = Batch.from_samples(SAMPLES)
+    batch = MicroBatch.from_samples(SAMPLES)
     assert batch.tokens.tolist() == [[1, 2, 0], [4, 0, 0]]
     assert batch.labels.tolist() == [[2, 0, 3], [0, 0, 5]]
     assert batch.loss_mask.tolist() == [[1.0] * 3] * 2
@@ -32,14 +32,14 @@ def test_labels_are_the_next_tokens_and_all_count() -> None:
 
 
 def test_predictions_after_the_end_of_a_document_can_be_left_out() -> None:
-    batch = Batch.from_samples(SAMPLES, masked_eod=0)
+    batch = MicroBatch.from_samples(SAMPLES, masked_eod=0)
     assert batch.loss_mask.tolist() == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     assert batch.document_starts == ((0,), (0,))
 
 
 def test_documents_begin_after_the_ends_of_others() -> None:
     samples = torch.tensor([[1, 0, 2, 3, 0, 4], [0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 5, 6]])
-    batch = Batch.from_samples(samples, separating_eod=0)
+    batch = MicroBatch.from_samples(samples, separating_eod=0)
     # The first row's last end is its last input: the document after it is in the next sample.
     assert batch.document_starts == ((0, 2), (0, 1, 2), (0,))
     assert positions_of(batch).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
@@ -48,7 +48,7 @@ def test_documents_begin_after_the_ends_of_others() -> None:
 
 def test_a_batch_made_by_hand_has_one_document_per_row() -> None:
     tokens = torch.zeros(3, 4, dtype=torch.int64)
-    batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 4))
+    batch = MicroBatch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 4))
     assert batch.document_starts == ((0,), (0,), (0,))
     assert positions_of(batch).tolist() == [[0, 1, 2, 3]] * 3
 
@@ -60,7 +60,7 @@ def test_documents_are_megatrons(data: st.DataObject, rows: int, seq: int) -> No
     eod = 2
     token = st.integers(0, 4)
     samples = torch.tensor([data.draw(st.lists(token, min_size=seq + 1, max_size=seq + 1)) for _ in range(rows)])
-    batch = Batch.from_samples(samples, separating_eod=eod, masked_eod=eod)
+    batch = MicroBatch.from_samples(samples, separating_eod=eod, masked_eod=eod)
     positions = positions_of(batch)
     for row in range(rows):
         starts = torch.tensor(batch.document_starts[row])
@@ -80,7 +80,7 @@ def test_documents_are_megatrons(data: st.DataObject, rows: int, seq: int) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_pinned_batch_is_the_same_in_other_memory() -> None:
-    batch = Batch.from_samples(SAMPLES, separating_eod=0, masked_eod=0)
+    batch = MicroBatch.from_samples(SAMPLES, separating_eod=0, masked_eod=0)
     pinned = batch.pin_memory()
     for ours, theirs in ((pinned.tokens, batch.tokens), (pinned.labels, batch.labels)):
         assert ours.is_pinned()

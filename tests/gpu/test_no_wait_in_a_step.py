@@ -7,7 +7,7 @@ import torch
 
 import tests.distributed  # noqa: F401  # names what the server of forked ranks has imported already
 from benchmarks.measuring.worlds import World
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.training.build_engine import build_engine, process_group
 from tests.training.gpt_runs import Setup, batches, run_of
 
@@ -51,7 +51,7 @@ def test_the_step_is_a_whole_one_without_a_device() -> None:
 
 
 def number_of_losses(_: int, flags: str) -> int:
-    with patch.object(torch.cuda, "set_sync_debug_mode"), patch.object(Batch, "pin_memory", lambda batch: batch):
+    with patch.object(torch.cuda, "set_sync_debug_mode"), patch.object(MicroBatch, "pin_memory", lambda batch: batch):
         return len(losses_of_a_step(flags))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.run import Run
@@ -47,11 +47,11 @@ def first_steps(folders: list[Path], flags: str) -> list[Step]:
     return [_first_step(folder, flags) for folder in folders]
 
 
-def batches() -> list[Batch]:
+def batches() -> list[MicroBatch]:
     """The micro-batches of the step."""
     generator = torch.Generator().manual_seed(2)
     samples = [torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator) for _ in range(2)]
-    return [Batch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(2, SEQ)) for each in samples]
+    return [MicroBatch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(2, SEQ)) for each in samples]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.layers import output_layer
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.planning import with_dispatcher, with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.run import Run
@@ -128,7 +128,7 @@ def run_of(setup: Setup) -> Run:
     return prepared_run(with_dispatcher(config, layout.data_parallel_size))
 
 
-def batches(setup: Setup, data_rank: int) -> list[Batch]:
+def batches(setup: Setup, data_rank: int) -> list[MicroBatch]:
     """Micro-batches of a data-parallel rank; the number of tokens in the loss mask differs between token slices."""
     generator = torch.Generator().manual_seed(data_rank)
     made = []
@@ -139,7 +139,7 @@ def batches(setup: Setup, data_rank: int) -> list[Batch]:
         if number == 0:
             mask[:, :9] = 0  # whole token slices without loss
         starts = documents_of(setup, number)
-        made.append(Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask, document_starts=starts))
+        made.append(MicroBatch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask, document_starts=starts))
     return made
 
 

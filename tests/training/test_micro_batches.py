@@ -10,7 +10,7 @@ from hypothesis import strategies as draw
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.model.gpt import gpt_loss
 from megatron_terapipe.training.micro_batches import micro_batches, split_batch
 from megatron_terapipe.training.run import prepare
@@ -41,9 +41,9 @@ def test_sequence_parallel_ranks_read_the_samples_of_their_replica() -> None:
     assert len(in_order.unique(dim=0)) == 8
 
 
-def batch_of(seq_length: int, mask: torch.Tensor, vocabulary: int = 13) -> Batch:
+def batch_of(seq_length: int, mask: torch.Tensor, vocabulary: int = 13) -> MicroBatch:
     samples = torch.randint(0, vocabulary, (len(mask), seq_length + 1), generator=torch.Generator().manual_seed(1))
-    return Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask)
+    return MicroBatch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask)
 
 
 @given(cuts(max_token_slices=6, max_length=9), draw.data())

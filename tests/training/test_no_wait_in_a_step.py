@@ -24,7 +24,7 @@ from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
 from deepspeed_ext.runtime.state import sequence_state
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.model import experts
 from megatron_terapipe.training.build_engine import build_engine
 from tests.distributed import run_distributed
@@ -119,7 +119,7 @@ class _Makers(TorchFunctionMode):
         return result
 
 
-def loaded(batch: Batch) -> Batch:
+def loaded(batch: MicroBatch) -> MicroBatch:
     """A micro-batch with tensors of its own, as the loader makes them."""
     return replace(batch, tokens=batch.tokens.contiguous(), labels=batch.labels.contiguous())
 

@@ -22,7 +22,7 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig, PrecisionConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.training import OptimizerConfig
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.search.price.profile import ProfiledEngine
 from megatron_terapipe.strategy import Strategy
@@ -87,7 +87,7 @@ def _measured_step(
         engine, *_ = initialize(module, deepspeed_config(config, layout), optimizer=optimizer)
     outside: list[float] = []
     between: list[float] = []
-    batches = map(Batch.from_samples, repeat(torch.randint(model.vocab_size or 2, (1, model.seq_length + 1))))
+    batches = map(MicroBatch.from_samples, repeat(torch.randint(model.vocab_size or 2, (1, model.seq_length + 1))))
     for step in range(WARM_UP_STEPS + STEPS):
         if len(outside) >= LEAST_STEPS and time.perf_counter() > ends:
             break

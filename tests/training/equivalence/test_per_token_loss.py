@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.data.datasets import DatasetSplits
-from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.training import build_engine as trainer_engine
@@ -50,7 +50,7 @@ def expected(setup: Setup, *, per_token: bool) -> float:
     sums, counts = [], []
     for first in range(0, EVAL_ITERS * MICRO_BATCHES * setup.data_parallel_size * ROWS, ROWS):
         samples = torch.from_numpy(np.stack([data[first + row] for row in range(ROWS)]))
-        batch = Batch.from_samples(samples, masked_eod=ByteTokenizer.eod)
+        batch = MicroBatch.from_samples(samples, masked_eod=ByteTokenizer.eod)
         with torch.no_grad():
             logits = model(batch.tokens, WholePast(1234, (0, 1), ((0,),) * ROWS))
         each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
