@@ -82,7 +82,7 @@ class ForwardArguments:
 class DataEntries:
     """Entries of the data by the layers with arguments of those names.
 
-    The first layer's first argument is an entry too; that of other layers is the output of the previous layer. A stage
+    The first layer's first argument is an entry too; other layers begin with the output of the previous layer. A stage
     with a layer that requires an entry reads the data. If a layer takes an entry by an argument with a default, its
     stage does so only if the entry is `declared`: such arguments are often no entries.
 

@@ -122,7 +122,7 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
             (REDUCTIONS, "sums over replicas", self._exec_reduce_grads),
             (UPDATE, "norm, clipping and update", self._exec_optimizer_step),
         )
-        """Phases after the ops: name for observers, name in the ledger, and what is done."""
+        """Phases after the ops: name for observers, name in the ledger, and function."""
         self.batch = LiveBatch(self._plan(None, training=True))
         """The last batch of training; after it, only its cuts."""
         self._broken_by = ""
@@ -321,7 +321,7 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         rows: int | None = None,
         **settings: bool,
     ) -> BatchPlan:
-        """The plan of the next batch; None for what the module or the configuration sets."""
+        """The plan of the next batch; None for a value that the module or the configuration sets."""
         by_documents = None
         if token_slices is None:
             token_slices, by_documents = self.module.token_slices, self.module.cut_by_documents
@@ -409,7 +409,7 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         return self._program
 
     def _exec_schedule(self, program: Program) -> None:
-        """Run a batch that has begun: what its data decide, the instructions, and the end of a training step."""
+        """Run a batch that has begun: weights by its data, the instructions, and the end of a training step."""
         plan, count = self._executor.batch.plan, self.module.loss_tokens
         if plan.computes_loss and self.computes_loss and count is not None:
             micro_batches = self._data.read_ahead(plan.shape.num_micro_batches)

@@ -1,6 +1,6 @@
 """Runs the program of one pipeline rank, instruction by instruction, on the layers of its stages.
 
-`Executor.run` is the loop of a step. Each op first waits for what it reads (a fence), and then computes; all other
+`Executor.run` is the loop of a step. Each op first waits for its inputs (a fence), and then computes; all other
 instructions are posted, and wait for nothing but the completion of a send. The end of a step, reductions and optimizer,
 is in the engine.
 
@@ -107,7 +107,7 @@ class Executor:
             self._ledger.done()
 
     def execute(self, instruction: Instruction) -> None:
-        """Run one instruction: an op waits for what it reads, computes, and frees what no later op reads."""
+        """Run one instruction: an op waits for its inputs, computes, and frees tensors that no later op reads."""
         if instruction.kind not in COMPUTES:
             METHODS[instruction.kind](self, instruction)
             return
@@ -127,7 +127,7 @@ class Executor:
             self.copies.finish()
 
     def _fence(self, op: Op, held: Buffer) -> None:
-        """Wait for what an op reads: results of another stage, and tensors that were fetched from the host."""
+        """Wait for the inputs of an op: results of another stage, and tensors that were fetched from the host."""
         if op.kind is OpKind.FORWARD:
             if op.stage:
                 held.inputs = self._read(op)
@@ -403,7 +403,7 @@ class Executor:
         return self.batch.states[key]
 
     def _layer_loss_factor(self) -> float:
-        """Factor of a micro-batch's loss in a layer, whose gradient is averaged as that of the last stage's loss is."""
+        """Factor of a micro-batch's loss in a layer, whose gradient is averaged like the last stage's loss."""
         # DeepSpeed scales only a loss with a graph, and a backward has none.
         with torch.enable_grad():
             scaled = self._loss_scale(torch.ones((), dtype=torch.float64, requires_grad=True))

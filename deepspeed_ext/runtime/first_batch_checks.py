@@ -51,7 +51,7 @@ MOST_TOKEN_SLICES = 4
 AGAIN_AFTER = 10
 """The batch of training in which layers are checked again."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Largest norm of the difference to norm of the output that may be rounding; that of a layer is 4 times smaller.
+"""Largest norm of the difference to norm of the output that may be rounding; a layer's rounding is 4 times smaller.
 
 Layers of GPT-2 and Llama with random weights that attend within their token slice differ by 0.06 to 0.8."""
 
@@ -208,7 +208,7 @@ def _run(layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenS
             kept = {place: tensor for place, tensor in _tensors_of(layer).items() if tensor is not before.get(place)}
     if max(state.attended.values(), default=0) > 1:
         raise UserError(
-            f"{layer.name} calls past.attend more than once, and keys of the second call replace those of "
+            f"{layer.name} calls past.attend more than once, and keys of the second call replace the keys of "
             "the first: make it two layers"
         )
     if len(cut) > 1:
@@ -254,7 +254,7 @@ def _check_batch_norms(layer: StageLayer) -> None:
     kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
     if any(isinstance(module, kinds) and module.training for module in layer.modules):
         raise UserError(
-            f"{layer.name} has a BatchNorm, whose mean is that of a token slice and not of the sequence: use LayerNorm "
+            f"{layer.name} has a BatchNorm, whose mean is over a token slice and not over the sequence: use LayerNorm "
             "or RMSNorm"
         )
 

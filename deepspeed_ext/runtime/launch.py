@@ -225,7 +225,7 @@ class LaunchEnvironment:
     def of_dry_run(
         cls, environment: Mapping[str, str] = os.environ, *, stated: int | None, least: int
     ) -> "LaunchEnvironment":
-        """The place of a dry run: that of its launcher, or the first of ranks that were not launched.
+        """The place of a dry run: as its launcher gives it, or the first of ranks that were not launched.
 
         Args:
             environment: variables; without a rank they may still have the number of ranks.

@@ -30,7 +30,7 @@ SEQUENCES_PER_STEP = 1 << 32
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What is known of a batch before it runs."""
+    """Facts of a batch that are known before it runs."""
 
     shape: PipelineShape
     token_slices: TokenSlices

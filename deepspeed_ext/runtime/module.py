@@ -111,7 +111,7 @@ class TokenSlicePipelineModule(PipelineModule):
 
     Args:
         layers: layers, `LayerSpec`s, `TiedLayerSpec`s or functions, first to last.
-        layout: the parallel layout; its world size is that of the process group.
+        layout: the parallel layout; with as many ranks as the process group.
         token_slices: lengths of the token slices of every sequence; multiples of the sequence-parallel size.
         loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
             returns the mean over its tokens. None if the last layer returns that.
@@ -122,7 +122,7 @@ class TokenSlicePipelineModule(PipelineModule):
         split_batch: cuts one micro-batch of the data iterator. Sequence-parallel ranks read the same micro-batches, and
             call it with the lengths of their own parts of the token slices.
         loss_tokens: counts the tokens of a micro-batch with loss. The loss of a batch is then the mean over all of
-            them on all replicas; with None, that of the micro-batches' losses.
+            them on all replicas; with None, the mean of the micro-batches' losses.
         data_entries: names of the entries, if the data is a dict. Only needed if a layer takes one by an argument with
             a default, on a stage that would not read the data otherwise.
         documents: returns the starts of the documents of a micro-batch, which separates them in attention and
@@ -311,7 +311,7 @@ class TokenSlicePipelineModule(PipelineModule):
         """Share weights of modules that each of some pipeline ranks registers; see `shared_modules`.
 
         Call it on each of them, before the optimizer is made. `initialize` connects the copies, which start equal to
-        those of the first rank.
+        the first rank's.
         """
         members = tuple(dict.fromkeys(pipeline_ranks))
         for rank in members:
@@ -326,7 +326,7 @@ class TokenSlicePipelineModule(PipelineModule):
     def share_layers(self, weights: Mapping[int, str | Sequence[str]]) -> SharedModules:
         """Share weights of layers, by number: `share_layers({0: "words.weight", 25: "projection.weight"})`.
 
-        Copies start equal to those of the first named layer.
+        Copies start equal to the weights of the first named layer.
         """
         shared = self.share(self.stage_owner(number) for number in weights)
         for number, names in weights.items():

@@ -64,7 +64,7 @@ def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], param
     """Whether a stage that is computed again needs the gradient of each of its outputs [...].
 
     Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if any tensor of
-    the stage needs gradients, and the backward leaves out those of the outputs that do not.
+    the stage needs gradients, and the backward leaves out the other outputs.
     """
     needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
     return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]

@@ -99,7 +99,7 @@ def _unsafe(file: str, error: UnpicklingError) -> UnsafeFileError:
 def gathered_by_first_rank(engine: Any, own: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """Tensors [...] of all pipeline ranks, by name, on the CPU of rank 0; None on other ranks. Every rank must call it.
 
-    If several ranks have a name, the tensor is that of the first.
+    If several ranks have a name, the first one's tensor is taken.
     """
     if engine.grid.get_data_parallel_rank() > 0:
         return None

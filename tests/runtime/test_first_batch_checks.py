@@ -267,7 +267,7 @@ class Normed(nn.Module):
         (KeepsInList, "gives other gradients in token slices than on the whole sequence"),
         (KeepsState, "keeps a state in its attribute last from token slice to token slice"),
         (KeepsGraph, "keeps a state in its attribute last from token slice to token slice"),
-        (Normed, "has a BatchNorm, whose mean is that of a token slice"),
+        (Normed, "has a BatchNorm, whose mean is over a token slice"),
     ],
 )
 def test_layers_that_a_first_glance_would_pass(kind: type[nn.Module], line: str) -> None:

@@ -54,7 +54,7 @@ class ProvenSchedule:
     def forwards_come_first(self, shape: PipelineShape) -> bool:
         """Whether all forwards of a training step precede its backwards on every stage.
 
-        They do if they do on the last stage: its forwards follow, and its backwards precede, those of the others.
+        They do if they do on the last stage: its forwards follow, and its backwards precede, those ops elsewhere.
         """
         spans = self._training.spans(shape)(shape.rank_of(shape.last_stage))
         kinds = [span.op.kind for span in spans if span.op.stage == shape.last_stage]

@@ -277,15 +277,15 @@ class ProcessEnd:
     """Ends this process with its exit code, also while daemon threads run.
 
     The interpreter ends a daemon thread when it returns from a call, and before Python 3.14 it does so by unwinding its
-    stack. In C++, as in calls of torch to a store or over gloo, that aborts the process: its exit code is that of
-    SIGABRT and hides the cause. Such a thread cannot be joined, because it may wait for a rank that has died.
+    stack. In C++, as in calls of torch to a store or over gloo, that aborts the process: its exit code is
+    SIGABRT's and hides the cause. Such a thread cannot be joined, because it may wait for a rank that has died.
 
     Create it first: functions that were registered last at `atexit` are called first, and none after this.
     """
 
     def __init__(self) -> None:
         self.code = 1
-        """Exit code of the process; that of an exception until it is set."""
+        """Exit code of the process; until it is set, as after an exception."""
         atexit.register(self._leave)
 
     def _leave(self) -> None:
