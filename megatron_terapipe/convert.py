@@ -84,7 +84,7 @@ def build_parser(prog: str) -> CommandParser:
     exported.add_argument(
         "--family",
         metavar="NAME",
-        help="model_type to write, such as mistral (default: that of the model that the run began with, or else the "
+        help="model_type to write, such as mistral (default: as the model that the run began with, or else the "
         "first that can express the model)",
     )
     imported = _add_command(
@@ -109,7 +109,7 @@ def build_parser(prog: str) -> CommandParser:
         "--vocab-size",
         type=int,
         metavar="N",
-        help="tokens before padding (default: those of its arguments, or all rows of the embedding)",
+        help="tokens before padding (default: as in its arguments, or all rows of the embedding)",
     )
     for command in (exported, to_megatron, from_megatron):
         command.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")

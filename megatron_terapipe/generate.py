@@ -120,7 +120,7 @@ def build_parser(prog: str) -> CommandParser:
     add_tokenizer_flags(
         parser,
         default=None,
-        explained="tokenizer, if the checkpoint names none or its files have moved (default: that of the checkpoint)",
+        explained="tokenizer, if the checkpoint names none or its files have moved (default: the checkpoint's)",
     )
     add_json_flag(parser.add_argument_group("output"), "prompt and continuation, once all is there,")
     return parser
@@ -175,7 +175,7 @@ class _Source(NamedTuple):
     tokenizer: Mapping[str, Any]
     """Settings of its tokenizer; empty if it names none."""
     weights: Callable[[ProgressLine], tuple[Callable[..., Mapping[str, Any]], Progress]]
-    """Checks the weights; returns those of a layer by number and layer, and the progress for loading them."""
+    """Checks the weights; returns a layer's weights by number and layer, and the progress for loading them."""
 
 
 def _checkpoint(options: argparse.Namespace) -> _Source:

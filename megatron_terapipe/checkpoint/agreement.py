@@ -19,7 +19,7 @@ def from_first_rank(
     """Return on every rank the result of an action on the first; every rank must call it at the same time.
 
     Args:
-        group: of all ranks; None for that of the run.
+        group: of all ranks; None for the group of the run.
     """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -70,8 +70,8 @@ def import_megatron(
     """Write a checkpoint of Megatron-LM as one of ours.
 
     Args:
-        vocab_size: tokens before padding; None for those of its arguments or, without them, all rows.
-        dtype: type of the weights; None for that of the optimizer, or of the model without an optimizer.
+        vocab_size: tokens before padding; None for the number in its arguments or, without one, all rows.
+        dtype: type of the weights; None for the type of the optimizer's weights or, without an optimizer, the model's.
 
     Returns:
         Its directory; and why it has no state of the optimizer, or None if it has one.

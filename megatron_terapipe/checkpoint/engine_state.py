@@ -40,7 +40,7 @@ class Destination(ABC):
         """
 
     def finish(self) -> None:
-        """Hand the optimizer the states that were set. The settings of its groups stay those of the flags."""
+        """Hand the optimizer the states that were set. The settings of its groups are still the flags' ones."""
         groups = self._optimizer.state_dict()["param_groups"]
         for group in groups:
             numbers = (number for number in group["params"] if number in self._states)

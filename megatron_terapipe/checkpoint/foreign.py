@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers, recognised by the names of their files; those of Megatron-LM are read."""
+"""Checkpoints of other trainers, recognised by the names of their files; only Megatron-LM's are read."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ ORIGINS = {
     "torchtitan": ("step-*/.metadata", ".metadata"),
 }
 """Files by the trainer that writes them, in a directory of its checkpoints or in one checkpoint. The first that match
-decide: Megatron-DeepSpeed writes a file of Megatron-LM, too, and GPT-NeoX those of DeepSpeed."""
+decide: Megatron-DeepSpeed writes a file of Megatron-LM, too, and GPT-NeoX writes DeepSpeed's files."""
 _LONGEST = 40
 """Bytes of the file with the newest iteration."""
 
@@ -40,10 +40,9 @@ def foreign_origin(directory: str | Path) -> str | None:
 
 
 def refuse_foreign(flag: str, directory: str | Path) -> str | None:
-    """Refuse a directory with checkpoints of another trainer, given by a flag; return the origin of those of `--load`.
+    """Refuse a directory with checkpoints of another trainer, given by a flag; return the origin of `--load`.
 
-    A run would start from new weights, and its file `latest` would replace that of the other trainer. `--load` takes
-    those of Megatron-LM.
+    A run would start from new weights, and its file `latest` would replace theirs. `--load` takes Megatron-LM's.
     """
     origin = foreign_origin(directory)
     if origin is None or (flag == "--load" and origin == MEGATRON):
@@ -57,7 +56,7 @@ def refuse_foreign(flag: str, directory: str | Path) -> str | None:
 
 
 def is_megatron(directory: Path) -> bool:
-    """Whether a directory is one checkpoint of Megatron-LM. Those of ours are not listed, since many ranks call it."""
+    """Whether a directory is one checkpoint of Megatron-LM. Our own are not listed, since many ranks call it."""
     if not re.fullmatch(rf"iter_\d{{1,18}}|{MEGATRON_RELEASE}", directory.name):
         return False
     return (directory / ".metadata").exists() or any(any(directory.glob(file)) for file in _MEGATRON_FILES)

@@ -32,7 +32,7 @@ class Inert:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Unpickler that replaces every class and function but a few by an inert one: those of Megatron, too."""
+    """Unpickler that replaces every class and function but a few by an inert one, also Megatron's."""
 
     constructed: ClassVar[Mapping[str, Any]] = {
         "argparse.Namespace": Namespace,

@@ -2,8 +2,8 @@
 
 CHECKPOINTS/latest                       tag of the newest whole checkpoint, written last
 CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
-CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer and tensor-parallel rank, whatever the stage; those
-                                         of experts, where ranks have different ones, a file per expert-parallel rank
+CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer and tensor-parallel rank, whatever the stage; of
+                                         experts, where ranks have different ones, a file per expert-parallel rank
 CHECKPOINTS/global_step100/...           optimizer state, as DeepSpeed cuts it
 CHECKPOINTS/global_step100/manifest.json size and hash of each of these files
 """
@@ -180,7 +180,7 @@ class CheckpointInfo:
         try:
             found = parse_json(bounded_text(path, _MOST_BYTES), RUN_FILE)
             if not isinstance(found, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
             needed = {each.name: {} if each.default_factory is dict else each.default for each in fields(cls)}
             missing = next((name for name in needed if name not in found and needed[name] is MISSING), None)
             if missing is not None:
@@ -242,7 +242,7 @@ class CheckpointInfo:
         return self.layout.get("expert_parallel_size", 1)
 
     def has_files_of_experts(self, name: str = EXPERTS) -> bool:
-        """Whether a weight is in files of its own: those of experts are, where ranks have different ones."""
+        """Whether a weight is in files of its own, as experts are where ranks have different ones."""
         return EXPERTS in name and self.expert_parallel_size > 1
 
     def ranks_of_copy(self, name: str) -> int:
@@ -336,7 +336,7 @@ class CheckpointInfo:
 
 
 def _check_tag(directory: Path, iteration: int) -> None:
-    """Check that the name of a directory is that of its iteration."""
+    """Check that a directory has the name of its iteration."""
     match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
     if match and int(match[1]) != iteration:
         raise ValueError(f"iteration is {iteration}, and the directory is named {directory.name}")

@@ -5,7 +5,7 @@ CHECKPOINTS/iter_0000100/mp_rank_TT[_PPP]/...pt      torch: all that a tensor-pa
 CHECKPOINTS/iter_0000100/common.pt, .metadata        torch_dist: arguments; place of each chunk of each whole tensor
 CHECKPOINTS/iter_0000100/__R_N.distcp                torch_dist: the chunks
 
-Both give the same names: those of `GPTModel` in megatron-core with its own layers, where a transformer layer has its
+Both give the same names, as in `GPTModel` in megatron-core with its own layers, where a transformer layer has its
 number in the whole model, `decoder.layers.5.input_layernorm.weight`.
 """
 
@@ -56,7 +56,7 @@ _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-"""Beginnings of the names of norms in layers of Transformer Engine, and in those of megatron-core."""
+"""Beginnings of the names of norms in layers of Transformer Engine, and in megatron-core's own."""
 
 
 class TensorUnpickler(InertUnpickler):
@@ -101,7 +101,7 @@ def load_inert(file: Any) -> Any:
 def _regular(path: Path) -> Path:
     """Return the path of a file; raise an `OSError` for others: a pipe would never be opened."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path.name} is no file")
+        raise FileNotFoundError(f"{path.name} is not a file")
     return path
 
 
@@ -202,7 +202,7 @@ class MegatronFiles:
 
     def _chunk(self, info: _StorageInfo) -> Tensor:
         if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{METADATA_FILE} names {info.relative_path}, which is no file of plain tensors")
+            raise ValueError(f"{METADATA_FILE} names {info.relative_path}, which is not a file of plain tensors")
         with _regular(self.directory / info.relative_path).open("rb") as file:
             file.seek(info.offset)
             found: Tensor = load_inert(BytesIO(file.read(info.length)))
@@ -311,7 +311,7 @@ def _states_by_name(
     """Yield the model chunk and the local name of each weight of a rank, and its state by name.
 
     torch's optimizers number weights group by group, each in the order of the model. Megatron has groups with and
-    without weight decay, and those of another learning rate for embedding and output layer. Raises a `ValueError`
+    without weight decay, and groups of another learning rate for embedding and output layer. Raises a `ValueError`
     for other groups.
     """
     optimizer = rank["optimizer"]
@@ -359,7 +359,7 @@ class DistributedWriter:
         self._num_files = 0
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors [...] of a pipeline layer; those of a transformer layer are rows of one tensor of all."""
+        """Write the tensors [...] of a pipeline layer; a transformer layer has rows of one tensor of all."""
         name_of_file = f"__{self._num_files}_0.distcp"
         with (self._directory / name_of_file).open("wb") as file:
             for name, tensor in tensors.items():

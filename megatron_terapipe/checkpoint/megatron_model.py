@@ -61,8 +61,7 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
     """Return the facts of a checkpoint: as if one rank had saved it.
 
     Args:
-        model: the run's, which has the vocabulary before padding; None for that of the arguments or, where these have
-            none, all rows.
+        model: the run's, which has the vocabulary before padding; None for the arguments' or, without one, all rows.
     """
     file = common_file(directory)
     try:

@@ -62,7 +62,7 @@ class SavedRun:
 def index_text(places: Iterable[tuple[str, Place]]) -> str:
     """Return the text of `index.json`, from the parameters that each rank saved, stage by stage, replica by replica.
 
-    The fragments of each parameter are those of the first stage that has it: tied weights are on several.
+    Each parameter has the fragments of the first stage that has it: tied weights are on several.
     """
     joined: dict[str, Place] = {}
     for name, place in places:

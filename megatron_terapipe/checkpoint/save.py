@@ -206,7 +206,7 @@ class UnfinishedSave:
         Every rank must call it. If one could not write its part, all raise a `SaveError`, and the files are gone.
 
         Args:
-            group: of all ranks, not used by others meanwhile; None for that of the run.
+            group: of all ranks, not used by others meanwhile; None for the group of the run.
         """
         self.writer.write_buffers()
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -43,7 +43,7 @@ class SavedWeights:
             layer: Mapping[str, Tensor] = load_saved(path)
             strange = [name for name, each in layer.items() if not _is_whole(each)]
             if strange:
-                raise ValueError(f"{strange[0]!r} is no tensor with storage of its size")
+                raise ValueError(f"{strange[0]!r} is not a tensor with storage of its size")
             return layer
         except UnsafeFileError as error:
             raise CheckpointError(str(error)) from None

@@ -74,7 +74,7 @@ def find_checkpoint(
 def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> Manifest | None:
     """Check that every file exists and was written to its end.
 
-    Sizes are those of the manifest; without one, each file is opened and read at its end.
+    Sizes are compared with the manifest; without one, each file is opened and read at its end.
 
     Returns:
         The part of the manifest with the files that are loaded; None if there is no manifest.

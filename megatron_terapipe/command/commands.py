@@ -75,7 +75,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command(
             "completion",
-            "print a script with which bash, zsh or tcsh completes all this",
+            "print a script with which bash or zsh completes all this",
             "megatron_terapipe.command.completion",
         ),
     ),

@@ -17,7 +17,7 @@ from megatron_terapipe.errors import ConfigError
 PROGRAM = "terapipe"
 """Name of the program to complete."""
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh")
 
 DESCRIPTION = """\
 Print a script with which your shell completes commands, flags, their values and files.
@@ -28,7 +28,6 @@ EPILOG = """\
 examples:
   %(prog)s bash > ~/.local/share/bash-completion/completions/terapipe
   %(prog)s zsh > ~/.zfunc/_terapipe        # with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
-  %(prog)s tcsh > ~/.terapipe.tcsh         # with `source ~/.terapipe.tcsh` in ~/.tcshrc
 
 To try it in this shell: source <(%(prog)s bash)"""
 
@@ -49,7 +48,7 @@ def build_parser(prog: str) -> CommandParser:
     """Return the parser of the command; `prog` is the command as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     group = parser.add_argument_group("shell")
-    group.add_argument("shell", choices=SHELLS, help="your shell: bash, zsh or tcsh")
+    group.add_argument("shell", choices=SHELLS, help="your shell: bash or zsh")
     return parser
 
 
@@ -84,10 +83,8 @@ def script(shell: str) -> str:
         named = next((each for each in (*action.option_strings, metavar) if each in names), None)
         if named is not None:
             function, words = re.sub(r"\W", "_", f"_{PROGRAM}_{named.strip('-')}"), " ".join(names[named])
-            # tcsh has no functions, and offers only the names.
-            action.complete = {"bash": function, "zsh": function, "tcsh": f"({words})"}  # type: ignore[attr-defined]
-            if shell in NAMES_OR_FILES:
-                functions[function] = f"{function}() {{\n{NAMES_OR_FILES[shell].format(words=words)}\n}}"
+            action.complete = {shell: function}  # type: ignore[attr-defined]
+            functions[function] = f"{function}() {{\n{NAMES_OR_FILES[shell].format(words=words)}\n}}"
         elif FOLDERS.search(metavar):
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif FILES.search(metavar) or action.type is Path:

@@ -227,6 +227,6 @@ def _train(words: Sequence[str]) -> int:
     try:
         return pretrain_gpt.main(words)
     except OSError:
-        # As in pretrain_gpt.py: a failure during a run is no bad input, and needs its traceback.
+        # As in pretrain_gpt.py: a failure during a run is not bad input, and needs its traceback.
         traceback.print_exc()
         return 1

@@ -254,7 +254,7 @@ class _Builder:
         return documents
 
     def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, num_samples: int) -> SampleDataset:
-        """Build the samples of one prefix: the given number, or those of the epochs that a flag sets."""
+        """Build the samples of one prefix: the given number, or all of the epochs that a flag sets."""
         epochs = self._epochs(part)
         if epochs is not None:
             available = samples_in_epochs(indexed, documents, seq_length=self._seq_length, epochs=epochs)

@@ -210,7 +210,9 @@ class IndexedDataset:
             raise DataError(f"{path} is truncated: {size} bytes, and its header has {_HEADER.size}: {_REMEDY}")
         magic, version, code, sequences, bounds = _HEADER.unpack(index.read(0, _HEADER.size))
         if magic != _MAGIC:
-            raise DataError(f"{path} is no index of Megatron's: it begins with {magic!r}, not {_MAGIC!r}: {_REMEDY}")
+            raise DataError(
+                f"{path} is not an index of Megatron's: it begins with {magic!r}, not {_MAGIC!r}: {_REMEDY}"
+            )
         if version != _VERSION:
             raise DataError(f"{path} has format version {version}, and only {_VERSION} is known: {_REMEDY}")
         if code not in _DTYPES:

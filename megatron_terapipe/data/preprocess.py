@@ -224,7 +224,7 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
     record of its tokenizer is written for each dataset.
     """
     if not encoder.source.is_file():
-        raise DataError(f"--input {encoder.source} is no file: give a file of JSON lines")
+        raise DataError(f"--input {encoder.source} is not a file: give a file of JSON lines")
     began = time.perf_counter()
     tokenizer = _tokenizer(encoder.tokenizer)
     names = [f"{output_prefix}_{key}_document" for key in encoder.json_keys]

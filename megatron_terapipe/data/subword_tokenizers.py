@@ -83,7 +83,7 @@ ENDS_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 class PackageTokenizer(Tokenizer):
     """A tokenizer of the package `tokenizers`, which neither adds tokens to a text nor truncates it.
 
-    Special tokens are spelled out in texts, and bytes that are no UTF-8 replaced.
+    Special tokens are spelled out in texts, and bytes that are not UTF-8 replaced.
     """
 
     def __init__(self, tokenizer: TokenizerOfPackage) -> None:
@@ -115,7 +115,7 @@ class PackageTokenizer(Tokenizer):
 
 @contextmanager
 def _errors_of_package(problem: str) -> Iterator[None]:
-    """Raise errors of the package as `DataError`s: plain exceptions, or a `PanicException`, which is no `Exception`."""
+    """Raise errors of the package as `DataError`s: exceptions, or a `PanicException`, not an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -138,7 +138,7 @@ class HuggingFaceTokenizer(PackageTokenizer):
     name = "HuggingFaceTokenizer"
 
     def __init__(self, path: Path) -> None:
-        """Read `tokenizer.json`, or that of a directory.
+        """Read `tokenizer.json`, or the one in a directory.
 
         A `tokenizer_config.json` in its folder may name the token that ends a document.
         """
@@ -166,7 +166,7 @@ class HuggingFaceTokenizer(PackageTokenizer):
 def _read_tokenizer_json(file: Path) -> TokenizerOfPackage:
     if not file.is_file():
         raise DataError(
-            f"--tokenizer-model {file} is no file: give a {TOKENIZER_FILE} on this machine, or the directory of one"
+            f"--tokenizer-model {file} is not a file: give a {TOKENIZER_FILE} on this machine, or the directory of one"
         )
     text = read_text(file, "--tokenizer-model")
     with _errors_of_package(f"{file} cannot be read as a tokenizer"):
@@ -216,7 +216,7 @@ class GPT2BPETokenizer(PackageTokenizer):
         self._words = _WordCache(super().encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; those of most words are cached."""
+        """Return the ids of `text`; most words are cached."""
         # map over a dictionary keeps the loop over words, the hot one, out of the interpreter.
         return list(chain.from_iterable(map(self._words.__getitem__, WORD_PATTERN.findall(text))))
 
@@ -403,7 +403,7 @@ def _read_sentencepiece_model(path: Path) -> "SentencePieceProcessor":
     except ImportError:
         raise DataError(f"SentencePieceTokenizer needs {not_installed('sentencepiece')}") from None
     if not path.is_file():
-        raise DataError(f"--tokenizer-model {path} is no file: give the tokenizer.model of SentencePiece")
+        raise DataError(f"--tokenizer-model {path} is not a file: give the tokenizer.model of SentencePiece")
     try:
         model = SentencePieceProcessor()
         model.LoadFromSerializedProto(bounded_bytes(path))

@@ -31,7 +31,7 @@ class NullTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or len(word.lstrip("0")) > digits or int(word) > self.eod:
                 raise DataError(
-                    f"{word!r} is no token id below {self.vocab_size}, and NullTokenizer takes ids only: choose "
+                    f"{word!r} is not a token id below {self.vocab_size}, and NullTokenizer takes ids only: choose "
                     "the --tokenizer-type that reads words, or raise --vocab-size"
                 )
         return [int(word) for word in text.split()]

@@ -148,11 +148,11 @@ class TokenizerRecord:
             return None
         found = read_json(str(path), "")
         if not isinstance(found, dict) or not _is_record(found):
-            raise DataError(f"{path} is no record of a tokenizer: remove it, or preprocess the texts again")
+            raise DataError(f"{path} is not a record of a tokenizer: remove it, or preprocess the texts again")
         return cls(**found)
 
-    def is_of(self, prefix: str | Path) -> bool:
-        """Whether the size and the first ids are those of a dataset, and not of other data of its name."""
+    def matches(self, prefix: str | Path) -> bool:
+        """Whether a dataset has this size and these first ids, and is not other data of its name."""
         return (self.num_bytes, self.first_ids) == (data_file(prefix).stat().st_size, _hash_of_ids(_first_ids(prefix)))
 
     def check(self, prefix: str | Path, tokenizer: Tokenizer, *, reads_ends: bool) -> None:
@@ -191,7 +191,7 @@ def check_tokenizer_records(
                 f"{data} is damaged: its SHA-256 is not the one in {record_file(prefix)}: put both files back, or "
                 "preprocess the texts again"
             )
-        if record is not None and record.is_of(prefix):
+        if record is not None and record.matches(prefix):
             record.check(prefix, tokenizer, reads_ends=reads_ends)
         elif record is not None:
             line = f"{record_file(prefix)} is not of this {data}, so the tokenizer was not checked: remove it"

@@ -50,7 +50,7 @@ def build_parser(prog: str) -> CommandParser:
     launch.add_argument(
         "--master-port", type=int, metavar="N", default=29500, help="port of the rendezvous (default: 29500)"
     )
-    launch.add_argument("--ssh-port", type=int, metavar="N", help="port of sshd (default: that of ssh's settings)")
+    launch.add_argument("--ssh-port", type=int, metavar="N", help="port of sshd (default: as in ssh's settings)")
     how = parser.add_argument_group("checks")
     how.add_argument(
         "--timeout", type=float, metavar="SECONDS", default=60.0, help="time limit of each host (default: 60)"

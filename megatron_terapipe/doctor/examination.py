@@ -64,7 +64,7 @@ class HostProbe:
         """Return the answer to a question; the first one starts the probe.
 
         Args:
-            limit_s: another limit than that of the probe.
+            limit_s: another limit than the probe's.
 
         Raises:
             ProbeLost: if there is no answer in time, or the host could not give one.
@@ -155,7 +155,7 @@ def ssh_command(
     launch is missing, any other is used.
 
     Args:
-        port: of sshd; None = that of ssh's settings.
+        port: of sshd; None = as in ssh's settings.
     """
     path = os.pathsep.join(filter(None, [launching.directory, environment.get("PYTHONPATH")]))
     begin = f"PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(path)}; export PYTHONSAFEPATH PYTHONPATH; "

@@ -376,7 +376,7 @@ def clocks(examined: Examined) -> Iterator[Finding]:
     for host, clock in compared:
         offset_s = clock.offset_s - usual
         within_s = 0.0 if host is reference else clock.uncertainty_s + uncertainty_s
-        found = f"its clock is {offset_s:+.3f} s (within {within_s:.3f} s) from that of {reference.name}"
+        found = f"its clock is {offset_s:+.3f} s (within {within_s:.3f} s) from the clock of {reference.name}"
         if abs(offset_s) - within_s > OFFSET_S:
             rule = "torchrun ends a host whose clock is 15 s off, and log lines come in a wrong order"
             yield warning(found, rule, "start chronyd or ntpd there", host.name)

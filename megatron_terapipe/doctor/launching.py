@@ -48,7 +48,7 @@ def meeting_address(first: Host) -> str | None:
 def rank_address(launching: Launching, host: Host) -> str | None:
     """Return the address at which the ranks of a host listen for the others.
 
-    It is that of the interface in the variables of gloo or NCCL; else that of the host's own name; else the first one.
+    It belongs to the interface in the variables of gloo or NCCL; else to the host's own name; else it is the first one.
     """
     if host.facts is None:
         return None
@@ -75,7 +75,7 @@ def is_chosen(pattern: str, name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is that of the host itself."""
+    """Whether an address leads to the host itself."""
     return ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -26,7 +26,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 SHARD_BYTES = 5 * 10**9
-"""Bytes of tensors in one file; those of Hugging Face's library are as large."""
+"""Bytes of tensors in one file; as large as Hugging Face's library writes them."""
 
 
 class SavedTensors:

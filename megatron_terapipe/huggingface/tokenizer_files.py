@@ -37,7 +37,7 @@ def export_tokenizer(settings: Mapping[str, str | None], output: Path) -> list[s
 def tokenizer_of(directory: Path) -> dict[str, str]:
     """Return the tokenizer of a model's folder, as fields of the data section; empty if there is no known one.
 
-    A vocabulary with merges is that of GPT-2 unless `tokenizer_class` is another one: Qwen has such files, and splits
+    A vocabulary with merges is GPT-2's unless `tokenizer_class` is another one: Qwen has such files, and splits
     text in another way.
     """
     if (directory / HUGGING_FACE_FILE).is_file():

@@ -126,7 +126,7 @@ class Heads:
         return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
     def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the weight [outputs, hidden] of our product from those of queries, keys and values: undoes `apart`."""
+        """Return the weight [outputs, hidden] of our product, from queries, keys and values: undoes `apart`."""
         parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
         if self.gated:
             parts[0] = parts[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

@@ -1,6 +1,6 @@
 """`terapipe neox`: prints the command for the training that GPT-NeoX's files describe.
 
-The words are those of its launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
+The words are as for its launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
 """
 
 import sys
@@ -34,7 +34,7 @@ OVERRIDING = ("wandb_project", "wandb_group", "wandb_run_name", "wandb_team")
 DESCRIPTION = """\
 Turn files of GPT-NeoX into a command that trains the same model here.
 
-The words are those of NeoX's launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
+The words are as for NeoX's launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
 A setting that changes the training, and has no counterpart here, ends the command."""
 
 EPILOG = """\
@@ -88,7 +88,7 @@ def build_parser(prog: str) -> CommandParser:
         help="number of processes, if the batch size depends on it. Default: the slots of the hostfile, if it is here",
     )
     for key in OVERRIDING:
-        settings.add_argument(f"--{key}", metavar="NAME", help=f"{key} instead of that of the files")
+        settings.add_argument(f"--{key}", metavar="NAME", help=f"{key} instead of the one in the files")
     settings.add_argument(
         "--defaults-before-2023-12",
         action="store_true",

@@ -435,7 +435,7 @@ def _biases(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fiel
 
 @reads(init_method_std=0.02, init_method="normal", output_layer_init_method="scaled_normal")
 def _initial_weights(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
-    """Convert the standard deviation of most initial weights, and that of writers to the residual stream."""
+    """Convert the standard deviation of most initial weights, and of writers to the residual stream."""
     hidden_size, layers, std = fields.get("hidden_size", 1), fields.get("num_layers", 1), neox["init_method_std"]
     methods = {
         "normal": std,

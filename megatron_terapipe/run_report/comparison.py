@@ -82,7 +82,7 @@ class Predicted(BaseModel):
     memory_per_rank: list[MemoryObject]
 
 
-class Entry(BaseModel):
+class PricedStrategy(BaseModel):
     """A strategy and its price."""
 
     rank: int
@@ -112,7 +112,7 @@ class Answer(BaseModel):
     model: Model
     cluster: Cluster
     precision: str
-    entries: list[Entry]
+    entries: list[PricedStrategy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +151,7 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
         except UserError:  # of a later version with more dimensions
             ran = None
 
-    def differences(entry: Entry) -> list[str]:
+    def differences(entry: PricedStrategy) -> list[str]:
         if ran is None or start is None:
             return []
         priced = _normal(Strategy.from_json(entry.strategy), answer.model.seq_length)

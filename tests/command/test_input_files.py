@@ -51,7 +51,7 @@ COMMANDS = (
 REASONS = (
     "it has no end after 0.02 s",
     "it has more than 536,870,912 bytes",
-    "is no file",
+    "is not a file",
     "neither",
     "SentencePiece model",
 )

@@ -130,7 +130,7 @@ def test_a_compressed_corpus_gives_the_same_dataset(corpus: Path, tmp_path: Path
         (["--tokenizer-type", "BERT"], "argument --tokenizer-type"),
         (["--workers", "0"], "argument --workers"),
         (["--workers", "100000"], "argument --workers: 100000 is not a whole number from 1 to 1,024: see "),
-        (["--input", "absent.jsonl"], "error: --input absent.jsonl is no file"),
+        (["--input", "absent.jsonl"], "error: --input absent.jsonl is not a file"),
     ],
 )
 def test_invalid_flags_are_named(

@@ -183,9 +183,9 @@ BUILDERS = {"hugging_face": HuggingFaceTokenizer, "sentence_piece": SentencePiec
 @pytest.mark.parametrize(
     ("kind", "text", "line"),
     [
-        ("hugging_face", None, r"--tokenizer-model .*file is no file"),
+        ("hugging_face", None, r"--tokenizer-model .*file is not a file"),
         ("hugging_face", "{}", r"file cannot be read as a tokenizer \("),
-        ("sentence_piece", None, r"--tokenizer-model .*file is no file"),
+        ("sentence_piece", None, r"--tokenizer-model .*file is not a file"),
         ("sentence_piece", "{}", "file cannot be read as a SentencePiece model: .* HuggingFaceTokenizer"),
         ("tik", None, "--tokenizer-model .*file cannot be read"),
         ("tik", "{", "--tokenizer-model .*file is not JSON"),

@@ -195,7 +195,7 @@ def test_ids_are_themselves_and_the_end_of_a_document_is_the_one_after_them() ->
 @pytest.mark.parametrize("text", ["1 two", "101", "-1", "1.5"])
 def test_other_words_are_refused(text: str) -> None:
     tokenizer = build_tokenizer(TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=100))
-    with pytest.raises(DataError, match="is no token id below 101, and NullTokenizer takes ids only"):
+    with pytest.raises(DataError, match="is not a token id below 101, and NullTokenizer takes ids only"):
         tokenizer.encode(text)
 
 

@@ -12,10 +12,10 @@ from megatron_terapipe.huggingface.families.settings import Setting, SettingsFil
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNames:
-    """Names without `.weight` and `.bias`; those of a transformer layer follow its number."""
+    """Names without `.weight` and `.bias`; in a transformer layer they follow its number."""
 
     prefix: str = "model."
-    """Begins all names but that of the output layer."""
+    """Begins all names but the output layer's."""
     words: str = "embed_tokens"
     positions: str | None = None
     """Learned positions; None where there are none."""
@@ -38,7 +38,7 @@ class TensorNames:
     router_bias: str = "mlp.gate.e_score_correction_bias"
     """Its bias, the whole name."""
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
-    """The same matrices of experts: each expert's by its number, or those of all experts in one."""
+    """The same matrices of experts: each expert's by its number, or all experts in one."""
     expert_down: str = "mlp.experts.{}.down_proj"
     shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
@@ -54,7 +54,7 @@ class TensorNames:
     transposed: bool = False
     """Whether matrices are [in, out], and not [out, in]."""
     not_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    """Ends of the names of tensors that are no weights, such as masks."""
+    """Ends of the names of tensors that are not weights, such as masks."""
     unread: str | None = None
     """Beginning of the names of tensors that transformers does not read either."""
 

@@ -30,7 +30,7 @@ SCALINGS = (*WHATEVER_LENGTH, "dynamic", "longrope")
 """Scalings that our models have. The last two depend on the length of sequences, which is `--seq-length` in a run."""
 
 _SECTIONS = ("rope_scaling", "rope_parameters")
-"""Sections of the scaling. Files of transformers 4 have the first, those of 5 the second; of two, it reads the first
+"""Sections of the scaling. Files of transformers 4 have the first, files of 5 the second; of two, it reads the first
 that is not empty."""
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -191,7 +191,7 @@ def rotations_by_alpha() -> Setting:
 def rotations_by_layer(
     windows: Setting, usual_base: float = 1_000_000.0, usual_local_base: float = 10_000.0, *, nested: bool = False
 ) -> Setting:
-    """Return the rotations of Gemma 3: those of layers with a window have a base of their own, and are never scaled.
+    """Return the rotations of Gemma 3: layers with a window have a base of their own, and no scaling.
 
     Args:
         nested: whether they are written in sections only, which transformers 4 did not have.

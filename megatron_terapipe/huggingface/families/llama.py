@@ -61,7 +61,7 @@ def llama_like(
     Args:
         key_heads: default of the key and value heads; None for as many as query heads.
         head_size: default of the width of a head; None for hidden size over heads.
-        defaults: those of the words, positions, hidden size, width of MLPs, layers and heads.
+        defaults: numbers of words, positions, hidden size, width of MLPs, layers and heads.
     """
     return Family(
         name=name,

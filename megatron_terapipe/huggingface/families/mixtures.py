@@ -1,6 +1,6 @@
 """Families with mixtures of experts: Llama's layers with a router and experts in place of the MLP.
 
-Files have one width, that of the experts, or one of each kind. transformers 5 has another name for their number.
+Files have one width, the experts' one, or one of each kind. transformers 5 has another name for their number.
 `router_aux_loss_coef` and its like concern only the losses of a training, which have flags.
 """
 
@@ -39,7 +39,7 @@ def mixture(name: str, architecture: str, experts: tuple[str, int, int], *settin
     """Return a family with experts.
 
     Args:
-        experts: key of their number, its default, and that of the experts that a token chooses.
+        experts: key of their number, its default, and the key of the number that a token chooses.
         more: as in `llama_like`.
     """
     key, number, top_k = experts
@@ -56,11 +56,11 @@ def mixture(name: str, architecture: str, experts: tuple[str, int, int], *settin
 
 
 ONE_WIDTH = written(intermediate_size="moe_ffn_hidden_size")
-"""The width of experts, where all layers have them; it is read as that of an MLP."""
+"""The width of experts, where all layers have them; it is read as the width of an MLP."""
 
 
 def _unless(key: str, field: str, kind: Kind, off: float) -> Setting:
-    """Return a key whose value is that of a field, or `off` where the field is None; `off` is its default."""
+    """Return a key with the value of a field, or `off` where the field is None; `off` is its default."""
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
         value = file.value(key, kind, off)
@@ -78,7 +78,7 @@ def _dense_layers(model: ModelConfig) -> list[int]:
 
 
 def _listed_layers(file: SettingsFile, fields: Fields) -> Fields:
-    """Read every Nth layer, without those of a list, or no layer."""
+    """Read every Nth layer, without the layers of a list, or no layer."""
     step, dense = file.value("decoder_sparse_step", COUNT, 1), file.value("mlp_only_layers", LAYERS, [], nullable=True)
     listed = [(index + 1) % step == 0 and index not in (dense or ()) for index in range(fields["num_layers"])]
     return _layers(listed) if any(listed) and fields["num_experts"] else {"num_experts": None}

@@ -64,7 +64,7 @@ class SettingsFile:
 
     @classmethod
     def read(cls, path: str | Path, flag: str) -> "SettingsFile":
-        """Read it; raise a `UserError` if that is impossible, or if it is no JSON object."""
+        """Read it; raise a `UserError` if that is impossible, or if it is not a JSON object."""
         file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
         contents = read_json(str(file), flag)
         if not isinstance(contents, Mapping):
@@ -179,7 +179,7 @@ def _within_bounds(kind: Kind, field: str) -> Kind:
 
 
 def same(key: str, field: str, kind: Kind, default: Any, *, nullable: bool = False) -> Setting:
-    """Return a key whose value is that of a field. A null, if allowed, leaves the field at its default.
+    """Return a key with the value of a field. A null, if allowed, leaves the field at its default.
 
     Args:
         default: its value if it is missing; None: the default of the field.
@@ -294,7 +294,7 @@ def biases(
         if of_projection and not of_qkv:
             raise ConfigError(
                 f"{file.where} has {projection} without {qkv}, and in our models a bias after attention comes with "
-                "those of queries, keys and values: this model cannot be trained here"
+                "biases of queries, keys and values: this model cannot be trained here"
             )
         if of_qkv and of_projection and of_mlp:
             return {"disable_bias_linear": False}
@@ -344,7 +344,7 @@ def sizes(
 
     Args:
         defaults: values of missing keys, in the order of the table below.
-        renamed: keys by those of most families, where they differ.
+        renamed: keys by most families' keys, where they differ.
     """
     usual = (
         ("vocab_size", "vocab_size", COUNT),
