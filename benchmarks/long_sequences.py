@@ -66,7 +66,7 @@ from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import DocumentCuts
-from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents
+from deepspeed_ext.runtime.attention.documents import Documents, document_attention
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.data.gpt_dataset import GPTDataset
@@ -689,7 +689,7 @@ def prepare(prefix: Path, seq_length: int, token_slices: int) -> None:
         return sum(
             sum(
                 1
-                for _ in DocumentAttention(lambda *_: None, found, end)._pieces(
+                for _ in document_attention(lambda *_: None, found, end)._pieces(
                     torch.empty(1, end - start), torch.empty(1, end)
                 )
             )

@@ -72,8 +72,8 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
         rotary._product_turned_back,
         lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 2, 8), numbers(2, 6, 2, 8), numbers(*TURNS), numbers(*TURNS), True),
     ),
-    "turned": (rotary._turned, lambda: (numbers(2, 6, 4, 8), numbers(*TURNS), numbers(*TURNS), True)),
-    "turned_back": (rotary._turned_back, lambda: (numbers(2, 6, 4, 8), numbers(*TURNS), numbers(*TURNS), False)),
+    "turned": (rotary._turned, lambda: (numbers(2, 6, 4, 8), numbers(*TURNS), numbers(*TURNS), True, False)),
+    "turned_back": (rotary._turned, lambda: (numbers(2, 6, 4, 8), numbers(*TURNS), numbers(*TURNS), False, True)),
     "exponentials": (logits._exponentials, lambda: (numbers(6, 16),)),
     "to_gradient": (logits._to_gradient, lambda: (numbers(6, 16), numbers(6, 1), numbers(6, 1), None)),
     "to_gradient_below_a_cap": (logits._to_gradient, lambda: (numbers(6, 16), numbers(6, 1), numbers(6, 1), 3.0)),
@@ -101,7 +101,7 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
     "backward_in_a_window": (kernels._backward, lambda: (numbers(*SCORES), 0.5, 4, 2.0, *ROWS)),
     "dropped": (positional_dropout._dropped, lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3)),
     "dropped_onto": (
-        positional_dropout._dropped_onto,
+        positional_dropout._dropped,
         lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3, numbers(2, 6, 8)),
     ),
 }

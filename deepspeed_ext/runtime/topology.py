@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices, parts_of_rank
 
-__all__ = ["TokenSliceGrid", "TokenSliceTopology"]
+__all__ = ["ExpertParallelRanks", "SequenceParallelRanks", "TokenSliceGrid", "TokenSliceTopology"]
 
 
 class TokenSliceTopology(ProcessTopology):
@@ -178,21 +178,30 @@ def _names_agree() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceParallelRanks:
-    """Ranks that share the tokens of every token slice between the matrices, and the heads in attention.
-
-    By default one rank.
-    """
+class Ranks:
+    """Ranks that share a part of the work; by default a single rank."""
 
     rank: int = 0
-    """Place of this rank among them, and number of its part of each token slice."""
+    """Place of this rank among them."""
     size: int = 1
     group: dist.ProcessGroup | None = None
     """Their process group; None for a single rank."""
 
+
+@dataclass(frozen=True, slots=True)
+class SequenceParallelRanks(Ranks):
+    """Ranks that share the tokens of every token slice between the matrices, and the heads in attention.
+
+    Rank r of R has part r of each token slice.
+    """
+
     @classmethod
     def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "SequenceParallelRanks":
-        """Return those of this rank, with a timeout of head exchanges. Every rank must call it at the same time."""
+        """Return this rank's sequence-parallel ranks. Every rank must call it at the same time.
+
+        Args:
+            timeout: of head exchanges.
+        """
         if layout.sequence_parallel_size == 1:
             return cls()
         own = layout.coordinate(dist.get_rank()).sequence
@@ -211,23 +220,18 @@ class SequenceParallelRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertParallelRanks:
+class ExpertParallelRanks(Ranks):
     """Ranks that share the experts of each layer: rank r of EP has experts r E / EP to (r + 1) E / EP (exclusive).
 
-    By default one rank. Their parameters have an attribute `expert_parallel`.
+    Their parameters have an attribute `expert_parallel`.
     """
 
-    rank: int = 0
-    """Place of this rank among them."""
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-    """Their process group; None for a single rank."""
     copies: dist.ProcessGroup | None = None
     """The ranks of the stage with the same experts; None for a single expert-parallel rank."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "ExpertParallelRanks":
-        """Return those of this rank. Every rank must call it at the same time."""
+        """Return this rank's expert-parallel ranks. Every rank must call it at the same time."""
         size = layout.expert_parallel_size
         if size == 1:
             return cls()

@@ -61,9 +61,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Attend: [B, n, hidden] of the tokens this rank has between the matrices in, the same out.
 
-        Args:
-            recomputed: the norm before, if its output is computed again in the backward instead of kept.
-            completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
+        `recomputed` and `completed` are as in `RowParallelLinear`, of the norm before and of the projection.
         """
         groups = self.query_key_value(hidden, recomputed)
         groups = groups.unflatten(-1, (-1, sum(self.parts_of_group), self.head_size))

@@ -151,9 +151,7 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor, recomputed: nn.Module | None = None, *, completed: bool = True) -> Tensor:
         """Return the output [B, n, hidden] for the tokens that this rank has between the matrices.
 
-        Args:
-            recomputed: the norm before, if its output is computed again in the backward instead of kept.
-            completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
+        `recomputed` and `completed` are as in `RowParallelLinear`, of the norm before and of `down`.
         """
         widened = self.up(hidden, recomputed)
         if self.recompute_activation:

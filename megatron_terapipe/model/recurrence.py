@@ -108,9 +108,7 @@ class RecurrentMixer(nn.Module):
     ) -> Tensor:
         """Mix tokens: [B, n, hidden] of the tokens that this rank has between the matrices in, the same out.
 
-        Args:
-            recomputed: the norm before, if its output is computed again in the backward instead of kept.
-            completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
+        `recomputed` and `completed` are as in `RowParallelLinear`, of the norm before and of the projection.
         """
         groups = self.in_projection(hidden, recomputed).unflatten(-1, (-1, sum(self.widths)))
         convolved, gate, steps = groups.split(self.widths, dim=-1)

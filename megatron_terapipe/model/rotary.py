@@ -160,12 +160,11 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx, heads, cosine, sine, interleaved: bool):
         ctx.save_for_backward(cosine, sine)
         ctx.interleaved = interleaved
-        return _turned(heads, cosine, sine, interleaved)
+        return _turned(heads, cosine, sine, interleaved, False)
 
     @staticmethod
     def backward(ctx, of_heads):
-        cosine, sine = ctx.saved_tensors
-        return _turned_back(of_heads, cosine, sine, ctx.interleaved), None, None, None
+        return _turned(of_heads, *ctx.saved_tensors, ctx.interleaved, True), None, None, None
 
 
 @Pointwise
@@ -201,15 +200,9 @@ def _product_turned_back(
 
 
 @Pointwise
-def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
-    """Heads [B, N, H, D], turned."""
-    return _turn(heads, cosine, sine, interleaved)
-
-
-@Pointwise
-def _turned_back(of_heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
-    """The gradient of heads [B, N, H, D] before they turned."""
-    return _turn(of_heads, cosine, -sine, interleaved)
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """Heads [B, N, H, D], turned, or turned back."""
+    return _turn(heads, cosine, -sine if back else sine, interleaved)
 
 
 def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

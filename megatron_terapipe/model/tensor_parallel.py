@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.gradients.weight_gradients import is_deferred, now_or_deferred, sum_of
+from deepspeed_ext.runtime.topology import Ranks
 
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
@@ -63,17 +64,12 @@ def _pending(work: dist.Work, result: Callable[[], Tensor]) -> Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallelRanks:
-    """Ranks that share each layer's matrices; by default a single rank.
+class TensorParallelRanks(Ranks):
+    """Ranks that share each layer's matrices.
 
     Tokens are in dimension 1 of every tensor here.
     """
 
-    rank: int = 0
-    """This one's place among them."""
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-    """Their process group; None for a single rank."""
     sequence_parallel: bool = False
     """Between the matrices, each has its part of the tokens."""
 
@@ -186,7 +182,7 @@ def linear(
         [..., out], of all tokens.
     """
     ranks = ranks or TensorParallelRanks()
-    return _Linear.apply(inputs, weight, bias, ranks, before, *(() if before is None else before.parameters()))
+    return _ParallelProduct.apply(inputs, weight, bias, ranks, before, *(() if before is None else before.parameters()))
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -199,7 +195,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return _Embedding.apply(tokens, weight)
 
 
-class _Linear(torch.autograd.Function):
+class _ParallelProduct(torch.autograd.Function):
     """The product; its collectives run under the products that do not wait for them.
 
     gather the inputs      | gradient of inputs |

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash, Runs
-from deepspeed_ext.runtime.attention.kernels import Attended, AttentionKernel, Gradients
+from deepspeed_ext.runtime.attention.kernels import Attended, AttentionKernel, Gradients, PiecewiseAttention, Places
 from deepspeed_ext.runtime.micro_batch import to_device
 
 
@@ -178,11 +178,9 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
 
 
-_Places = tuple[slice, slice]
-"""Rows and tokens in a tensor."""
-
-
-class DocumentAttention:
+def document_attention(
+    kernel: Callable[[int, int, int], AttentionKernel], documents: Documents, end: int, window: int | None = None
+) -> PiecewiseAttention:
     """Attention within each document, by any kernel: one call for each piece of a document.
 
     A document may have begun in an earlier token slice. Its piece then attends to a prefix and to itself, as a token
@@ -192,54 +190,23 @@ class DocumentAttention:
         queries                       [ 1 1 1 1 1 1 ]      this token slice: one piece
                                prefix   diagonal
 
+    Pieces share no keys: each is of another document, or of another row.
+
     Args:
         kernel: of a piece, given its row, its first query and its first key, counted in the whole sequence.
+        end: end of the token slice (exclusive).
         window: tokens that a token attends to, itself included; None for all earlier ones of its document.
     """
 
-    def __init__(
-        self,
-        kernel: Callable[[int, int, int], AttentionKernel],
-        documents: Documents,
-        end: int,
-        window: int | None = None,
-    ) -> None:
-        self._kernel, self._documents, self._end, self._window = kernel, documents, end, window
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend piece by piece, as in `AttentionKernel`."""
-        output = torch.empty_like(query)
-        at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
-        log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
-        for kernel, here, keys in self._pieces(query, key):
-            attended = kernel.forward(query[here], key[keys], value[keys], scale)
-            output[here] = attended.output
-            log_sum_exp[here[0], :, here[1]] = attended.log_sum_exp
-        return Attended(output, log_sum_exp)
-
-    def backward(
-        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
-    ) -> Gradients:
-        """Return the gradients, piece by piece, as in `AttentionKernel`; keys without a query get 0."""
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for kernel, here, keys in self._pieces(query, key):
-            of_piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
-            gradients = kernel.backward(output_gradient[here], query[here], key[keys], value[keys], of_piece, scale)
-            of_query[here] = gradients.query
-            for total, prefix, own in zip((of_key, of_value), gradients.prefix, gradients.own, strict=True):
-                # Pieces share no keys: each is of another document, or of another row.
-                total[keys][:, : prefix.shape[1]] = prefix
-                total[keys][:, prefix.shape[1] :] = own
-        return Gradients.cut(of_query, of_key, of_value)
-
-    def _pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[AttentionKernel, _Places, _Places]]:
-        """Kernel of each piece of a document in the token slice, and the places of its queries and its keys."""
-        start, given_from = self._end - query.shape[1], self._end - key.shape[1]
-        for row, starts in enumerate(self._documents.starts):
-            of_first, inner = _begun(starts, start, self._end)
-            for begin, end in pairwise((of_first, *inner, self._end)):
+    def pieces(query: Tensor, key: Tensor) -> Iterator[tuple[AttentionKernel, Places, Places]]:
+        start, given_from = end - query.shape[1], end - key.shape[1]
+        for row, starts in enumerate(documents.starts):
+            of_first, inner = _begun(starts, start, end)
+            for begin, end_of_piece in pairwise((of_first, *inner, end)):
                 first = max(begin, start)
-                reached = begin if self._window is None else max(begin, first + 1 - self._window)
-                here = slice(row, row + 1), slice(first - start, end - start)
-                keys = slice(row, row + 1), slice(reached - given_from, end - given_from)
-                yield self._kernel(row, first, reached), here, keys
+                reached = begin if window is None else max(begin, first + 1 - window)
+                here = slice(row, row + 1), slice(first - start, end_of_piece - start)
+                keys = slice(row, row + 1), slice(reached - given_from, end_of_piece - given_from)
+                yield kernel(row, first, reached), here, keys
+
+    return PiecewiseAttention(pieces)

@@ -9,7 +9,7 @@ The conditions of each follow torch 2.13: `aten/src/ATen/native/transformers/cud
 `flash_attn/flash_api.cpp`, `attention_backward.cu` and `mem_eff_attention/kernel_forward.h`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from deepspeed_ext.runtime.attention.kernels import (
     Attended,
     AttentionKernel,
     Gradients,
+    PiecewiseAttention,
+    Places,
     PlainAttention,
     QueryTile,
     query_tiles,
@@ -35,20 +37,10 @@ class CpuFlash:
 
     The two parts merge exactly by their log-sum-exps, and the backward of each part is exact when given the merged
     output and log-sum-exp, since softmax weights are exp(score - log-sum-exp) in either part.
-
-    A sliding window is a mask for each tile of the queries: keys out of the reach of a whole tile are not computed.
-
-    Args:
-        window: keys that a query attends to, its own included; None for all up to its own.
     """
-
-    def __init__(self, window: int | None = None) -> None:
-        self._window = window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Attend to the diagonal, then to the prefix if there is one, as in `AttentionKernel`."""
-        if self._window is not None:
-            return self._forward_in_window(query, key, value, scale, self._window)
         prefix_len = key.shape[1] - query.shape[1]
         diagonal = _forward(query, key[:, prefix_len:], value[:, prefix_len:], scale, causal=True)
         if not prefix_len:
@@ -63,8 +55,6 @@ class CpuFlash:
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
         """Return the gradients of diagonal and prefix, which share the queries, as in `AttentionKernel`."""
-        if self._window is not None:
-            return self._backward_in_window(output_gradient, query, key, value, attended, scale, self._window)
         prefix_len = key.shape[1] - query.shape[1]
         diagonal = key[:, prefix_len:], value[:, prefix_len:]
         of_query, of_key, of_value = _backward(output_gradient, query, *diagonal, attended, scale, causal=True)
@@ -74,44 +64,39 @@ class CpuFlash:
         of_query_too, *of_prefix = _backward(output_gradient, query, *prefix, attended, scale, causal=False)
         return Gradients(of_query.add_(of_query_too), (of_key, of_value), (of_prefix[0], of_prefix[1]))
 
-    @staticmethod
-    def _forward_in_window(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Attended:
-        output = torch.empty_like(query)
-        at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
-        log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
-        for tile in query_tiles(query.shape[1], key.shape[1], window, _tile_length(window)):
-            queries, keys = tile
-            mask = _mask(tile, window, query.dtype)
-            attended = _forward(query[:, queries], key[:, keys], value[:, keys], scale, mask=mask)
-            output[:, queries], log_sum_exp[:, :, queries] = attended
-        return Attended(output, log_sum_exp)
 
-    @staticmethod
-    def _backward_in_window(
-        output_gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: Attended,
-        scale: float,
-        window: int,
+class _MaskedCpuFlash:
+    """Torch's flash attention for CPUs with a mask [N, E] that is added to the scores."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        return _forward(query, key, value, scale, mask=self._mask)
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for tile in query_tiles(query.shape[1], key.shape[1], window, _tile_length(window)):
-            queries, keys = tile
-            found = _backward(
-                output_gradient[:, queries],
-                query[:, queries],
-                key[:, keys],
-                value[:, keys],
-                Attended(attended.output[:, queries], attended.log_sum_exp[:, :, queries].contiguous()),
-                scale,
-                mask=_mask(tile, window, query.dtype),
-            )
-            of_query[:, queries] = found[0]
-            of_key[:, keys] += found[1]
-            of_value[:, keys] += found[2]
-        return Gradients.cut(of_query, of_key, of_value)
+        return Gradients.cut(*_backward(output_gradient, query, key, value, attended, scale, mask=self._mask))
+
+
+def cpu_flash(window: int | None = None) -> AttentionKernel:
+    """Torch's flash attention for CPUs; in a sliding window with a mask for each tile of the queries.
+
+    Keys out of the reach of a whole tile are not computed.
+    """
+    if window is None:
+        return CpuFlash()
+
+    def tiles(query: Tensor, key: Tensor) -> Iterator[tuple[AttentionKernel, Places, Places]]:
+        # Longer tiles compute more keys out of the windows; shorter ones take more calls.
+        for tile in query_tiles(query.shape[1], key.shape[1], window, max(128, window // 4)):
+            yield _MaskedCpuFlash(_mask(tile, window, query.dtype)), (_ALL, tile.queries), (_ALL, tile.keys)
+
+    return PiecewiseAttention(tiles)
+
+
+_ALL = slice(None)
 
 
 def _forward(
@@ -141,11 +126,6 @@ def _backward(
         *(tensor.transpose(1, 2) for tensor in tensors), attended.log_sum_exp, 0.0, causal, attn_mask=mask, scale=scale
     )
     return [gradient.transpose(1, 2) for gradient in gradients]
-
-
-def _tile_length(window: int) -> int:
-    """Queries of a tile: longer ones compute more keys out of the windows; shorter ones take more calls."""
-    return max(128, window // 4)
 
 
 def _mask(tile: QueryTile, window: int, dtype: torch.dtype) -> Tensor:
@@ -373,7 +353,7 @@ def kernel_for(
     if softcap is not None:
         return PlainAttention(window=window, softcap=softcap)
     if query.device.type == "cpu":
-        return CpuFlash(window)
+        return cpu_flash(window)
     if query.device.type == "cuda":
         heads = query.dtype, query.shape[-1], capability(query.device)
         if flash_takes(*heads):

@@ -17,7 +17,7 @@ W - 1 + N. With W = 4:
     . . . x | x x x
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -84,6 +84,47 @@ def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: in
         end = min(first + at_once, num_queries)
         first_key = 0 if window is None else max(0, prefix_len + first + 1 - window)
         yield QueryTile(slice(first, end), slice(first_key, prefix_len + end))
+
+
+Places = tuple[slice, slice]
+"""Rows and tokens in a tensor."""
+
+
+class PiecewiseAttention:
+    """Attention of pieces of the queries, each to some of the keys, by a kernel of its own.
+
+    Args:
+        pieces: kernels of all pieces of queries and keys, with the places of their queries and keys in the tensors.
+            Sums of gradients for keys of several pieces are in the type of the keys; keys of none get 0.
+    """
+
+    def __init__(self, pieces: Callable[[Tensor, Tensor], Iterable[tuple[AttentionKernel, Places, Places]]]) -> None:
+        self._pieces = pieces
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend piece by piece, as in `AttentionKernel`."""
+        output = torch.empty_like(query)
+        at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
+        log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
+        for kernel, here, keys in self._pieces(query, key):
+            attended = kernel.forward(query[here], key[keys], value[keys], scale)
+            output[here] = attended.output
+            log_sum_exp[here[0], :, here[1]] = attended.log_sum_exp
+        return Attended(output, log_sum_exp)
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, piece by piece, as in `AttentionKernel`."""
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for kernel, here, keys in self._pieces(query, key):
+            of_piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
+            gradients = kernel.backward(output_gradient[here], query[here], key[keys], value[keys], of_piece, scale)
+            of_query[here] = gradients.query
+            for total, prefix, own in zip((of_key, of_value), gradients.prefix, gradients.own, strict=True):
+                total[keys][:, : prefix.shape[1]] += prefix
+                total[keys][:, prefix.shape[1] :] += own
+        return Gradients.cut(of_query, of_key, of_value)
 
 
 @dataclass(frozen=True, slots=True)

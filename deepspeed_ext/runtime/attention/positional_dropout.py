@@ -86,29 +86,20 @@ class DropoutPlace:
         return self.drawn.columns(first, count, device)
 
 
-def dropout(
-    inputs: Tensor,
-    probability: float,
-    place: DropoutPlace,
-    *,
-    first_channel: int = 0,
-    residual: Tensor | None = None,
-) -> Tensor:
+def dropout(inputs: Tensor, probability: float, place: DropoutPlace, *, residual: Tensor | None = None) -> Tensor:
     """Zero elements of `inputs` [B, N, C] with a probability, and scale the others up by 1 / (1 - probability).
 
     Args:
-        inputs: [B, N, C].
-        first_channel: channel of the first column, where a rank has some of the channels.
         residual: [B, N, C], to which the result is added; None for nothing.
     """
     if not probability:
         return inputs if residual is None else residual + inputs
-    return _Dropout.apply(inputs, residual, probability, place, first_channel)
+    return _ByPlace.apply(inputs, residual, _dropped, probability, place)
 
 
 def jittered(inputs: Tensor, spread: float, place: DropoutPlace) -> Tensor:
     """Multiply each element of [B, N, C] by a number that its place draws evenly from 1 - spread .. 1 + spread."""
-    return _Jitter.apply(inputs, spread, place)
+    return _ByPlace.apply(inputs, None, _jittered, spread, place)
 
 
 def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
@@ -128,43 +119,25 @@ def scaled_mask(rows: Tensor, columns: Tensor, probability: float, like: Tensor)
     return kept.reshape(like.shape).to(like.dtype).mul_(1 / (1 - probability))
 
 
-class _Dropout(torch.autograd.Function):
-    """Its graph keeps no tensor: the mask is drawn again."""
+class _ByPlace(torch.autograd.Function):
+    """A function linear in its inputs, with random numbers of their places: drawn again in the backward, not kept."""
 
     @staticmethod
-    def forward(ctx, inputs, residual, probability: float, place: DropoutPlace, first_channel: int):
-        ctx.settings = probability, place, first_channel
+    def forward(ctx, inputs, residual, function: Pointwise, amount: float, place: DropoutPlace):
+        ctx.settings = function, amount, place
         ctx.adds = residual is not None
-        numbers = _numbers(inputs, place, first_channel)
-        if residual is None:
-            return _dropped(inputs, *numbers, probability)
-        return _dropped_onto(inputs, *numbers, probability, residual)
+        return function(inputs, *_numbers(inputs, place), amount, *([residual] * ctx.adds))
 
     @staticmethod
     def backward(ctx, output_gradient):
-        probability, place, first_channel = ctx.settings
-        of_inputs = _dropped(output_gradient, *_numbers(output_gradient, place, first_channel), probability)
+        function, amount, place = ctx.settings
+        of_inputs = function(output_gradient, *_numbers(output_gradient, place), amount)
         return of_inputs, output_gradient if ctx.adds else None, None, None, None
 
 
-class _Jitter(torch.autograd.Function):
-    """Its graph keeps no tensor: the factors are drawn again."""
-
-    @staticmethod
-    def forward(ctx, inputs, spread: float, place: DropoutPlace):
-        ctx.settings = spread, place
-        return _jittered(inputs, *_numbers(inputs, place, 0), spread)
-
-    @staticmethod
-    def backward(ctx, output_gradient):
-        spread, place = ctx.settings
-        return _jittered(output_gradient, *_numbers(output_gradient, place, 0), spread), None, None
-
-
-def _numbers(inputs: Tensor, place: DropoutPlace, first_channel: int) -> tuple[Tensor, Tensor]:
+def _numbers(inputs: Tensor, place: DropoutPlace) -> tuple[Tensor, Tensor]:
     """The random rows [B, N] and columns [C] of [B, N, C]."""
-    rows = place.rows(inputs.shape[1], inputs.device)
-    return rows, place.columns(first_channel, inputs.shape[2], inputs.device)
+    return place.rows(inputs.shape[1], inputs.device), place.columns(0, inputs.shape[2], inputs.device)
 
 
 def _drawn_rows(stream: int, sequences: Sequence[int], start: int, length: int, device: torch.device) -> Tensor:
@@ -199,13 +172,11 @@ def _head_rows(rows: Tensor, heads: Tensor) -> Tensor:
 
 
 @Pointwise
-def _dropped(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float) -> Tensor:
-    return inputs * scaled_mask(rows, columns, probability, inputs)
-
-
-@Pointwise
-def _dropped_onto(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float, residual: Tensor) -> Tensor:
-    return residual + inputs * scaled_mask(rows, columns, probability, inputs)
+def _dropped(
+    inputs: Tensor, rows: Tensor, columns: Tensor, probability: float, residual: Tensor | None = None
+) -> Tensor:
+    dropped = inputs * scaled_mask(rows, columns, probability, inputs)
+    return dropped if residual is None else residual + dropped
 
 
 @Pointwise

@@ -184,25 +184,20 @@ def skip_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
 
 
 class ZeroGradients(Observer):
-    """Number of zeros in the gradients of each step, before clipping."""
+    """Number of zeros in the gradient of the whole model, between reductions and clipping of each step.
+
+    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank has.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._found = engine, torch.zeros(())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count before the update."""
+        """Count before the update; a collective of all ranks."""
         if name == UPDATE:
-            self._found = num_zero_gradients(self._engine)
+            self._found = sum_over_model(self._engine, lambda each: each.numel() - torch.count_nonzero(each))
         return nullcontext()
 
     def number(self) -> int:
         """Zeros of the last step; the host waits for it only here."""
         return int(self._found.item())
-
-
-def num_zero_gradients(engine: Any) -> Tensor:
-    """Zeros in the gradient of the whole model [], between reductions and step; every rank must call this.
-
-    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank has.
-    """
-    return sum_over_model(engine, lambda gradient: gradient.numel() - torch.count_nonzero(gradient)).long()

@@ -129,7 +129,7 @@ def accumulated_gradient(weight: nn.Parameter) -> Tensor:
     return weight.grad
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """A flat part of a gradient."""
 
     values: Tensor
@@ -164,9 +164,9 @@ class ReplicaGradients:
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add the results of the current backward to the sums of some parameters."""
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: nn.Parameter) -> Iterator[GradientPart]:
         """The gradient of a parameter; zeros if it has none, so that every replica can take part."""
-        yield Part(_flat(parameter))
+        yield GradientPart(_flat(parameter))
 
     def scale_before(self, values: Tensor) -> None:
         """Scale gradients [elements] that are about to be summed, in place."""
@@ -202,9 +202,9 @@ class _Bf16(ReplicaGradients):
                 self._optimizer._update_hp_grad(parameter, *self._places[parameter], clear_lp_grads=False)
                 parameter.grad = None
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: nn.Parameter) -> Iterator[GradientPart]:
         group, index = self._places[parameter]
-        yield Part(self._optimizer.fp32_groups_gradients[group][index])
+        yield GradientPart(self._optimizer.fp32_groups_gradients[group][index])
 
 
 class _Partitioned(ReplicaGradients):
@@ -221,17 +221,17 @@ class _Partitioned(ReplicaGradients):
     def communication_type(self) -> torch.dtype:
         return self._optimizer.communication_data_type
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: nn.Parameter) -> Iterator[GradientPart]:
         optimizer, gradient = self._optimizer, _flat(parameter)
         if not optimizer.reduce_scatter:
-            yield Part(gradient)
+            yield GradientPart(gradient)
             return
         group, number = self._groups[parameter], optimizer.get_param_id(parameter)
         owners = optimizer.param_to_partition_ids[group][number]
         starts = sorted((int(optimizer.grad_start_offset[group][owner][number]), owner) for owner in owners)
         ends = [*(start for start, _ in starts[1:]), gradient.numel()]
         for (start, owner), end in zip(starts, ends, strict=True):
-            yield Part(gradient[start:end], owner)
+            yield GradientPart(gradient[start:end], owner)
 
     def scale_before(self, values: Tensor) -> None:
         if self._optimizer.gradient_average:
@@ -461,7 +461,7 @@ class GradientReductions:
         return buckets
 
 
-def adjacent(parts: Iterable[Part]) -> Iterator[Part]:
+def adjacent(parts: Iterable[GradientPart]) -> Iterator[GradientPart]:
     """Yield the same parts, where parts that are adjacent in memory and have the same owner are joined."""
     for ordered in _by_storage(parts):
         run, *others = ordered
@@ -469,15 +469,15 @@ def adjacent(parts: Iterable[Part]) -> Iterator[Part]:
             follows = run.values.storage_offset() + run.values.numel() == part.values.storage_offset()
             if follows and part.owner == run.owner:
                 length = run.values.numel() + part.values.numel()
-                run = Part(run.values.as_strided((length,), (1,)), run.owner)
+                run = GradientPart(run.values.as_strided((length,), (1,)), run.owner)
             else:
                 yield run
                 run = part
         yield run
 
 
-def _by_storage(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    storages: dict[tuple[int, torch.dtype], list[Part]] = {}
+def _by_storage(parts: Iterable[GradientPart]) -> Iterator[list[GradientPart]]:
+    storages: dict[tuple[int, torch.dtype], list[GradientPart]] = {}
     for part in parts:
         if part.values.numel():
             key = part.values.untyped_storage().data_ptr(), part.values.dtype

@@ -188,7 +188,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     differentiated = torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad
     if not attached or not differentiated or autocast or weight.dim() != 2 or inputs.dim() == 1:
         return F.linear(inputs, weight, bias)
-    return _Linear.apply(inputs, weight, bias)
+    return _PlainProduct.apply(inputs, weight, bias)
 
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return linear(input, layer.weight, layer.bias)
 
 
-class _Linear(torch.autograd.Function):
+class _PlainProduct(torch.autograd.Function):
     """`F.linear` with a backward of the same two products as torch's own, and their bits."""
 
     @staticmethod

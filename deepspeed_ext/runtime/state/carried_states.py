@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from deepspeed_ext.plan.errors import UserError
 
-Name = tuple[int, str]
+StateName = tuple[int, str]
 """Layer, and the name of one of its states."""
 
 
@@ -53,12 +53,12 @@ class CarriedStates:
     """Whether no backward follows, so that only the last state is kept."""
     bears_gradients: bool | None = None
     """Whether the stage has gradients, once it is computed again; None before."""
-    _left: dict[int, dict[Name, _Left]] = field(default_factory=lambda: defaultdict(dict))
+    _left: dict[int, dict[StateName, _Left]] = field(default_factory=lambda: defaultdict(dict))
     """By token slice."""
     _first_backward: int | None = None
     """The first token slice whose backward has begun."""
 
-    def read(self, name: Name, token_slice: int, initial: Tensor) -> Tensor:
+    def read(self, name: StateName, token_slice: int, initial: Tensor) -> Tensor:
         """Return the state [...] that the token slice before left; in the first one, `initial`.
 
         Raises:
@@ -89,7 +89,7 @@ class CarriedStates:
             left.leaf = left.value.detach().requires_grad_(bears and left.value.is_floating_point())
         return left.leaf
 
-    def leave(self, name: Name, token_slice: int, state: Tensor) -> None:
+    def leave(self, name: StateName, token_slice: int, state: Tensor) -> None:
         """Keep the state [...] of a layer for the token slice after.
 
         Raises:
@@ -132,7 +132,7 @@ def _form(state: Tensor) -> str:
     return f"{list(state.shape)} {str(state.dtype).removeprefix('torch.')} on {state.device}"
 
 
-def _differs(name: Name, first: str, again: str) -> UserError:
+def _differs(name: StateName, first: str, again: str) -> UserError:
     layer, of_layer = name
     return UserError(
         f"layer {layer} {first} as its state {of_layer!r}, and {again} when it is computed again: compute the same in "

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import positional_dropout
-from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents, DocumentsAtOnce
+from deepspeed_ext.runtime.attention.documents import Documents, DocumentsAtOnce, document_attention
 from deepspeed_ext.runtime.attention.flash_kernels import kernel_for, kernel_of_runs_for
 from deepspeed_ext.runtime.attention.head_exchange import (
     check_heads,
@@ -348,7 +348,6 @@ class Past:
         *,
         site: int,
         first_token: int = 0,
-        first_channel: int = 0,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Dropout whose mask depends only on the place of each element.
@@ -357,11 +356,10 @@ class Past:
             inputs: [B, N, C], of tokens that the layer is given.
             site: a number, from 1, for each use of dropout in a layer.
             first_token: of these, tokens before those of `inputs`, where tensor-parallel ranks share them.
-            first_channel: channels before those of `inputs`, where ranks share them.
             residual: [B, N, C], to which the result is added in the same pass; None for nothing.
         """
         place = self._place(site, self.prefix_len + first_token, self._sequence.sequences)
-        return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel, residual=residual)
+        return positional_dropout.dropout(inputs, probability, place, residual=residual)
 
     def jittered(self, inputs: Tensor, spread: float, *, site: int, first_token: int = 0) -> Tensor:
         """Return inputs [B, N, C] times numbers in 1 - spread .. 1 + spread, with arguments as of `dropout`."""
@@ -385,7 +383,7 @@ class Past:
             return PlainAttention(of_scores, window=window, softcap=softcap)
 
         if apart and dropout:
-            return DocumentAttention(
+            return document_attention(
                 lambda row, *place: dropping(sequences[row : row + 1], *place), documents, end, window
             )
         if apart and softcap is None and (at_once := kernel_of_runs_for(query, window)) is not None:
@@ -394,7 +392,7 @@ class Past:
             )
             return DocumentsAtOnce(at_once, seen, end)
         if apart:
-            return DocumentAttention(lambda *_: kernel_for(query, window, softcap), documents, end, window)
+            return document_attention(lambda *_: kernel_for(query, window, softcap), documents, end, window)
         if not dropout:
             return kernel_for(query, window, softcap)
         first_key = 0 if window is None else max(0, start + 1 - window)

@@ -13,12 +13,13 @@ from deepspeed_ext.runtime.attention.flash_kernels import (
     CpuFlash,
     CudaFlash,
     MemoryEfficient,
+    cpu_flash,
     kernel_for,
     kernel_of_runs_for,
 )
 from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
 
-KERNELS = (CpuFlash, PlainAttention)
+KERNELS = (cpu_flash, PlainAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
@@ -57,7 +58,7 @@ def kernels(draw: st.DrawFn) -> tuple[AttentionKernel, dict[str, float | None]]:
     """A kernel for CPUs, and its settings for attention written out."""
     window = draw(WINDOWS)
     if draw(st.booleans()):
-        return CpuFlash(window), {"window": window}
+        return cpu_flash(window), {"window": window}
     softcap = draw(st.sampled_from([None, 0.7, 50.0]))
     at_once = draw(st.sampled_from([2**27, 1, 300]))
     return PlainAttention(window=window, softcap=softcap, scores_at_once=at_once), {
@@ -141,7 +142,7 @@ def are_exact(
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("kernel", [CpuFlash, PlainAttention, partial(PlainAttention, scores_at_once=1)])
+@pytest.mark.parametrize("kernel", [cpu_flash, PlainAttention, partial(PlainAttention, scores_at_once=1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_its_dtype_and_an_fp32_log_sum_exp(
     kernel: type, dtype: torch.dtype, window: int | None

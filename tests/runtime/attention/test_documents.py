@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents
+from deepspeed_ext.runtime.attention.documents import Documents, document_attention
 from deepspeed_ext.runtime.attention.flash_kernels import Runs
 from deepspeed_ext.runtime.attention.kernels import Attended, PlainAttention
 from deepspeed_ext.runtime.state import sequence_state
@@ -156,7 +156,7 @@ def test_a_token_slice_reads_only_its_own_documents() -> None:
     assert documents.positions(start, 30).tolist() == [[2, 3, 4, 5, 6, 7, *list(range(8)) * 3]]
     (seen,) = documents.seen(start, end, torch.device("cpu"))
     assert (seen.first_key, seen.runs.queries.tolist()) == (start - 2, [0, 6, 14, 22, 30])
-    attention = DocumentAttention(lambda *piece: piece, documents, end)
+    attention = document_attention(lambda *piece: piece, documents, end)
     pieces = [piece for piece, *_ in attention._pieces(torch.empty(1, 30), torch.empty(1, end))]
     assert [(first_key, first) for _, first, first_key in pieces] == [
         (start - 2, start),

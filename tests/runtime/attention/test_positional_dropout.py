@@ -24,13 +24,6 @@ def test_a_token_slice_drops_its_part_of_the_whole(cut: TokenSlices) -> None:
     assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
-def test_a_rank_with_some_of_the_channels_drops_its_part_of_the_whole() -> None:
-    ones = torch.ones(2, 16, 12)
-    whole = dropout(ones, 0.3, place())
-    parts = [dropout(ones[..., first : first + 4], 0.3, place(), first_channel=first) for first in (0, 4, 8)]
-    assert torch.equal(torch.cat(parts, dim=2), whole)
-
-
 @pytest.mark.parametrize("probability", [0.01, 0.1, 0.5, 0.9])
 def test_share_of_zeros_and_mean(probability: float) -> None:
     dropped = dropout(torch.ones(2, 512, 512), probability, place())

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.flash_kernels import CpuFlash
-from deepspeed_ext.runtime.attention.kernels import PlainAttention
+from deepspeed_ext.runtime.attention.kernels import PiecewiseAttention, PlainAttention
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
@@ -143,7 +142,7 @@ def test_any_window_cut_document_dropout_and_soft_cap(setup, recompute: bool, se
 
 def test_soft_caps_are_written_out_and_windows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[type] = []
-    for kernel in (CpuFlash, PlainAttention):
+    for kernel in (PiecewiseAttention, PlainAttention):
         original = kernel.forward
         monkeypatch.setattr(
             kernel, "forward", lambda self, *given, original=original: ran.append(type(self)) or original(self, *given)
@@ -152,7 +151,7 @@ def test_soft_caps_are_written_out_and_windows_are_not(monkeypatch: pytest.Monke
     state = SequenceState(TokenSlices((6,)))
     state.past(0, 0).attend(heads, heads, heads, window=2)
     state.past(1, 0).attend(heads, heads, heads, softcap=3.0)
-    assert ran == [CpuFlash, PlainAttention]
+    assert ran == [PiecewiseAttention, PlainAttention]
 
 
 def tokens_kept(held: object) -> int:

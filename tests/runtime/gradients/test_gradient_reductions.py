@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.gradients import reductions
-from deepspeed_ext.runtime.gradients.reductions import Part
+from deepspeed_ext.runtime.gradients.reductions import GradientPart
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from tests.distributed import run_distributed
 from tests.runtime import models
@@ -46,6 +46,12 @@ def test_a_weight_that_an_earlier_layer_uses_must_be_its_own_too() -> None:
 
 def test_adjacent_parts_are_joined() -> None:
     buffer, other = torch.arange(10.0), torch.zeros(3)
-    parts = [Part(buffer[4:6]), Part(other, 1), Part(buffer[0:3]), Part(buffer[6:10]), Part(buffer[3:4], 1)]
+    parts = [
+        GradientPart(buffer[4:6]),
+        GradientPart(other, 1),
+        GradientPart(buffer[0:3]),
+        GradientPart(buffer[6:10]),
+        GradientPart(buffer[3:4], 1),
+    ]
     joined = [(part.values.tolist(), part.owner) for part in reductions.adjacent(parts)]
     assert joined == [([0, 1, 2], None), ([3], 1), ([4, 5, 6, 7, 8, 9], None), ([0, 0, 0], 1)]
