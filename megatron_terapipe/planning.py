@@ -6,8 +6,9 @@ process. So all ranks, a dry run on a login node and the commands of the search 
 because it loads numpy and solvers, and not every run needs them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, SearchError
 from megatron_terapipe.strategy import FoundStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -212,11 +213,21 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
     return _nodes_of(device, ranks.on_a_host, count, described), _with_sources(words, config)
 
 
-def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
-    """Return the schedule of `--pipeline-schedule`; one to be found is found at its first op."""
+Ask = Callable[[str, Callable[[], Any]], Any]
+"""Returns on every rank the result, of values of JSON, that a function has on the first rank, for a question."""
+
+
+def pipeline_schedule(config: Config, data_parallel_size: int, ask: Ask | None = None) -> Schedule:
+    """Return the schedule of `--pipeline-schedule`; one to be found is found at its first op.
+
+    Args:
+        ask: asks the first rank; None = this process searches.
+    """
     name = config.parallel.pipeline_schedule
     if name == OPTIMISED:
-        return _found_schedule(config, data_parallel_size)
+        priced = cache(lambda: _priced_ops(config, data_parallel_size))
+        limit = config.parallel.schedule_memory_limit
+        return FoundSchedule(lambda _: priced(), config.token_slices(), limit, ask)
     return SCHEDULES[name] if name in SCHEDULES else schedule_from_file(name)
 
 
@@ -297,20 +308,15 @@ def check_schedule(
     for number in micro_batches:
         try:
             assumes |= check_lowering(simulated, config.parallel.pipeline(number), device, copies).assumes_queues
-        except PlanError as error:
-            raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
+        except (PlanError, SearchError) as error:
+            kind = SearchError if isinstance(error, SearchError) else ConfigError
+            raise kind(f"--pipeline-schedule {name}: {error}") from None
     if not assumes:
         return None
     return (
         f"--pipeline-schedule {name} is proven to end only if no two streams of a rank share a hardware queue, which "
         f"CUDA does not guarantee: if a step hangs, use 1f1b or breadth-first with at most {FEW_OPS:,} ops"
     )
-
-
-def _found_schedule(config: Config, data_parallel_size: int) -> FoundSchedule:
-    """Return the schedule that is found for a configuration, its token slices known."""
-    costs = _priced_ops(config, data_parallel_size)
-    return FoundSchedule(lambda _: costs, config.token_slices(), config.parallel.schedule_memory_limit)
 
 
 def _priced_ops(config: Config, data_parallel_size: int) -> OpCosts:
@@ -416,11 +422,19 @@ class PlannedRun:
         return {sizes.smallest // sequences, sizes.largest // sequences}
 
 
-def plan_run(config: Config, world_size: int) -> PlannedRun:
-    """Return the layout of a configuration over ranks, with its token slices found for `auto`.
+FOUND_FIELDS = (
+    *("token_slices", "num_token_slices", "stage_partition", "model_chunk_placement"),
+    "moe_token_dispatcher_type",
+)
+"""Fields of the sections `parallel` and `model` that may be left open."""
+
+
+def plan_run(config: Config, world_size: int, ask: Ask | None = None) -> PlannedRun:
+    """Return the layout of a configuration over ranks, with all found that it leaves open but its schedule.
 
     Args:
         config: the configuration; where token slices or a dispatcher are to be found, its vocabulary size is known.
+        ask: asks the first rank; None = this process searches.
     """
     layout = config.parallel.layout(world_size)
     # Its errors are raised before any search.
@@ -429,8 +443,23 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
     check_num_ops(config.parallel.pipeline(max(config.num_micro_batches(replicas), evaluated)))
     finds_slices = config.parallel.token_slices == AUTO
     finds_stages = finds_slices and config.parallel.stage_partition == AUTO
-    config = with_dispatcher(with_found_token_slices(config, replicas), replicas)
+    finds_dispatcher = config.model.moe_token_dispatcher_type == AUTO and layout.expert_parallel_size > 1
+    if finds_slices or finds_dispatcher:
+
+        def find() -> dict[str, Any]:
+            found = with_dispatcher(with_found_token_slices(config, replicas), replicas)
+            sections = (found.parallel, found.model)
+            return {each: getattr(part, each) for part in sections for each in FOUND_FIELDS if hasattr(part, each)}
+
+        found = find() if ask is None else ask("token slices, stages and dispatcher", find)
+        config = replace(config, parallel=_with_fields(config.parallel, found), model=_with_fields(config.model, found))
     return PlannedRun(config, config.parallel.layout(world_size), finds_slices, finds_stages)
+
+
+def _with_fields(section: Any, values: Mapping[str, Any]) -> Any:
+    """Return a section with the values of fields that it has."""
+    names = {each.name for each in fields(section)}
+    return replace(section, **{name: value for name, value in values.items() if name in names})
 
 
 def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None:

@@ -513,6 +513,15 @@ class FoundStrategy(NamedTuple):
     notices: tuple[str, ...]
     """Lines for the start of the run."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as an object of JSON."""
+        return {"strategy": self.strategy.to_json(), "place": self.place, "notices": self.notices}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "FoundStrategy":
+        """Read the object of `to_json`."""
+        return cls(Strategy.from_json(document["strategy"]), document["place"], tuple(document["notices"]))
+
 
 DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
 """All that a strategy chooses, in the order of its fields."""

@@ -1,7 +1,7 @@
 """A schedule whose orders are searched when they are first needed; the solvers are loaded then."""
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, PipelineShape
@@ -16,26 +16,41 @@ EFFORT = 0.2
 
 
 class FoundSchedule:
-    """A schedule that is found for each shape of the pipeline at its first use. Every rank finds the same."""
+    """A schedule that is found for each shape of the pipeline at its first use.
+
+    Args:
+        costs: costs of the ops of a shape.
+        memory_limit: activations that a rank may keep; None for as many as `1f1b` keeps.
+        ask: returns on every rank the result that a function has on the first one, for a question; a result is a
+            list of texts, the ops of a rank each. None = every rank searches.
+    """
 
     def __init__(
         self,
         costs: Callable[[PipelineShape], OpCosts],
         token_slices: TokenSlices,
         memory_limit: float | None = None,
+        ask: Callable[[str, Callable[[], Any]], Any] | None = None,
     ) -> None:
         self.costs = costs
-        """Costs of the ops of a shape, the same on all ranks."""
-        self._token_slices = token_slices
-        self._memory_limit = memory_limit  # None for as many activations as `1f1b` keeps
+        self._token_slices, self._memory_limit, self._ask = token_slices, memory_limit, ask
         self._found: dict[PipelineShape, OptimisedSchedule] = {}
+        self._orders: dict[PipelineShape, Sequence[Sequence[Op]]] = {}
 
     def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
         """Return the ops of a rank in order; see `Schedule`."""
-        return iter(self.found(shape).orders[rank])
+        if shape not in self._orders:
+            self._orders[shape] = self._orders_of(shape)
+        return iter(self._orders[shape][rank])
+
+    def _orders_of(self, shape: PipelineShape) -> Sequence[Sequence[Op]]:
+        if self._ask is None:
+            return self.found(shape).orders
+        lines = self._ask(f"order of {shape}", lambda: [" ".join(map(str, each)) for each in self.found(shape).orders])
+        return [[Op.parse(word) for word in line.split()] for line in lines]
 
     def found(self, shape: PipelineShape) -> "OptimisedSchedule":
-        """Return the orders of all ranks, with their makespan in the unit of the costs."""
+        """Search here: return the orders of all ranks, with their makespan in the unit of the costs."""
         from deepspeed_ext.plan.solve.orders import optimise
 
         if shape not in self._found:

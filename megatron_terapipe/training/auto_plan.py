@@ -1,18 +1,15 @@
 """The search before a run: the strategy of `--strategy auto`, and an optimised schedule.
 
-Both are saved in the directory of the checkpoints, and are equal on all ranks. `without_files` returns the run of a dry
+Both are saved in the directory of the checkpoints. `without_files` returns the run of a dry
 run without its files.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.schedule_file import write_schedule
@@ -28,7 +25,6 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import (
     Ranks,
     best_strategy,
-    expert_exchange,
     machine_in_words,
     named_cluster,
     slots_of_hosts,
@@ -171,36 +167,10 @@ SCHEDULE_FILE = "schedule.csv"
 """File in the directory of the checkpoints, for `--pipeline-schedule`."""
 
 
-def check_agreement(run: Run) -> None:
-    """Check that all ranks found the same strategy and schedule; a collective operation of all ranks.
-
-    With other flags or another release of a package a rank may find another one, and the ranks would hang.
-
-    Raises:
-        ConfigError: on every rank, if two differ.
-    """
-    parallel = run.config.parallel
-    finds = run.found_token_slices or isinstance(run.schedule, FoundSchedule) or parallel.strategy == AUTO
-    if not finds and run.layout.expert_parallel_size == 1:
-        return
-    order = write_schedule(rank_orders(run.schedule, run.pipeline)) if finds else ""
-    slices, exchange = f"{parallel.token_slices}\n{parallel.stage_partition}", expert_exchange(run.config)
-    text = f"{run.layout}\n{run.config.batch}\n{slices}\n{exchange}\n{order}"
-    mine = sha256(text.encode()).hexdigest()
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    if len(set(found)) > 1:
-        other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
-        raise ConfigError(
-            f"rank {other} found another strategy, other token slices, another schedule or another token dispatcher "
-            "than rank 0: install the same releases of numpy, numba and scipy everywhere, and the same files for "
-            "--cluster, --op-profile and --load, or give --strategy a file, --token-slices a list, --pipeline-schedule "
-            "a file and --moe-token-dispatcher-type a name"
-        )
-
-
 def notes(run: Run) -> list[str]:
-    """Return lines for the log: the token slices and the schedule that were found, with their machine."""
+    """Return lines for the log of the first rank: token slices and schedule that were found, with their machine."""
+    if run.launch.rank:
+        return []
     lines, machine = [], machine_in_words(run.config)
     if run.found_token_slices:
         lines.append(f" found token slices {run.config.parallel.token_slices} for {machine}")

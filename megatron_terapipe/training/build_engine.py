@@ -1,7 +1,6 @@
 """Build the process group and the engine of a prepared run."""
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.rank_watch import RankWatch
-from deepspeed_ext.runtime.health.stall_watch import GRACE, STALLED, StallWatch, end_process, watch_this_rank
+from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, end_process, watch_this_rank
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import ExpertParallelRanks, own_group
@@ -33,8 +32,8 @@ from megatron_terapipe.errors import ConfigError, NumbersError
 from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, gpt_of_run, pipeline_partition
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
-from megatron_terapipe.training.auto_plan import check_agreement
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
+from megatron_terapipe.training.first_rank import rendezvous_error
 from megatron_terapipe.training.micro_batches import documents_reader, loss_tokens, split_batch, split_batch_with_labels
 from megatron_terapipe.training.number_guards import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
@@ -89,7 +88,7 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
             ending=lambda why: None if rank_watch is None else rank_watch.ending(why, True),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _rendezvous_error(run, error) from error
+        raise rendezvous_error(run.launch, _timeout(run), error) from error
     # Also after an error the threads of the watch end before the process does.
     with watch:
         with _errors_explained(run, rank_watch):
@@ -174,24 +173,6 @@ def own_device(local_rank: int, num_visible: int) -> int:
     return local_rank
 
 
-def _rendezvous_error(run: Run, error: Exception) -> BaseException:
-    """Return the exception of a failed rendezvous: the port is in use, as by a second run, or a rank is missing."""
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if run.launch.rank == 0 and "EADDRINUSE" in str(error):
-        return ConfigError(
-            f"port {port} of {host}, the rendezvous of the ranks, is in use, perhaps by another run: give the launcher "
-            "another with --master_port, or set MASTER_PORT for mpirun and srun"
-        )
-    why = str(error).partition("\n")[0]
-    print(
-        f"error: the ranks did not meet at {host}:{port} within --distributed-timeout-minutes "
-        f"{run.config.parallel.distributed_timeout_minutes:g} ({why}): find the rank or host that did not start",
-        file=sys.stderr,
-        flush=True,
-    )
-    return SystemExit(STALLED)
-
-
 def build_engine(
     run: Run, watch: StallWatch | None = None, *, layers: Layers = gpt_of_run, loss: Loss = gpt_loss
 ) -> TokenSlicePipelineEngine:
@@ -201,7 +182,6 @@ def build_engine(
         watch: the stall watch of this rank; None = the engine makes its own.
     """
     with nullcontext() if watch is None else watch.ledger.phase("building the engine"):
-        check_agreement(run)
         saved = (
             None
             if run.checkpoint is None

@@ -22,10 +22,10 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import BAD_INPUT, INTERRUPTED
 from deepspeed_ext.runtime.health.rank_watch import LOST
 from deepspeed_ext.runtime.launch import LaunchEnvironment
-from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
+from megatron_terapipe.errors import AgreedCheckpointError, NumbersError, SearchError
 from megatron_terapipe.training.recovery import LostRank, remedy
 
-AGREED = (AgreedCheckpointError, NumbersError)
+AGREED = (AgreedCheckpointError, NumbersError, SearchError)
 """Errors that every rank of all hosts raises at the same time."""
 
 

@@ -6,6 +6,7 @@ torch and DeepSpeed take seconds to import, so they are imported once the flags 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.ops import check_num_ops
@@ -20,6 +21,7 @@ from megatron_terapipe.planning import stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
 from megatron_terapipe.training.end_of_run import EndOfRun
+from megatron_terapipe.training.first_rank import FirstRank
 from megatron_terapipe.training.recovery import after_restart, watch_over
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ def pretrain(layers: "Layers", loss: "Loss", argv: Sequence[str] | None = None) 
         argv: words after the name of the program; None = those of this process.
     """
     with printable_output(), EndOfRun() as end:
-        arguments = read_arguments(argv, _find_strategy)
+        first_rank = FirstRank()
+        arguments = read_arguments(argv, partial(_find_strategy, first_rank))
         end.save = arguments.config.checkpoint.save
         config = replace(arguments.config, checkpoint=after_restart(arguments.config.checkpoint))
         end.launch = launch = _launch(config)
@@ -42,11 +45,13 @@ def pretrain(layers: "Layers", loss: "Loss", argv: Sequence[str] | None = None) 
         if config.training.dry_run:
             _dry_run(arguments, launch)
         else:
-            _train(layers, loss, config, arguments.notices, end)
+            _train(layers, loss, config, arguments.notices, end, first_rank)
     return end.code
 
 
-def _train(layers: "Layers", loss: "Loss", config: Config, notices: Sequence[str], end: EndOfRun) -> None:
+def _train(
+    layers: "Layers", loss: "Loss", config: Config, notices: Sequence[str], end: EndOfRun, first_rank: FirstRank
+) -> None:
     """Prepare the run, build its engine, and train."""
     launch, report = end.launch, OwnReport(config.logging)
     first, on_one_host = launch.rank == 0, launch.local_size == launch.world_size
@@ -63,7 +68,7 @@ def _train(layers: "Layers", loss: "Loss", config: Config, notices: Sequence[str
         from megatron_terapipe.training.run_summary import start_of_log
         from megatron_terapipe.training.trainer import Trainer
 
-        run = prepare(config, launch)
+        run = prepare(config, launch, first_rank.ask(config))
 
         def hold_saves() -> None:
             if first and end.save is not None and not config.training.skip_train:
@@ -113,13 +118,17 @@ def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
         print(*arguments.notices, *lines, sep="\n", flush=True)
 
 
-def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:
+def _find_strategy(first_rank: FirstRank, config: Config, constraints: Constraints) -> FoundStrategy:
+    """Return the strategy that the first rank finds."""
     # Imported where a search is needed: it loads torch.
     from megatron_terapipe.training.auto_plan import find_strategy
 
     if config.training.dry_run:
         _choose_cpu_without_cuda()
-    return find_strategy(config, constraints)
+    ask = first_rank.ask(config)
+    if ask is None:
+        return find_strategy(config, constraints)
+    return FoundStrategy.from_json(ask("strategy", lambda: find_strategy(config, constraints).to_json()))
 
 
 def _choose_cpu_without_cuda() -> None:

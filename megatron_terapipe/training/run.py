@@ -39,6 +39,7 @@ from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_token
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
 from megatron_terapipe.planning import (
+    Ask,
     check_schedule,
     expert_exchange,
     host_copies,
@@ -74,6 +75,8 @@ class Run:
     """Whether the layers of its stages were found by the search."""
     tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
     """Settings by which the tokenizer was built."""
+    ask: Ask | None = None
+    """Asks the first rank for settings that flags leave open; None = this process searches."""
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:
@@ -93,7 +96,7 @@ class Run:
     @cached_property
     def schedule(self) -> Schedule:
         """Order of the ops."""
-        return pipeline_schedule(self.config, self.layout.data_parallel_size)
+        return pipeline_schedule(self.config, self.layout.data_parallel_size, self.ask)
 
     @cached_property
     def simulated_schedule(self) -> SimulatedSchedule:
@@ -145,7 +148,7 @@ class Run:
         )
 
 
-def prepare(config: Config, launch: LaunchEnvironment) -> Run:
+def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -> Run:
     """Check a configuration against the ranks, the files and the packages, and return the run.
 
     A dry run needs no devices, and reads no samples.
@@ -156,7 +159,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
     tokenizer = build_tokenizer(tokenizer_settings)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size_of(config, tokenizer)))
-    planned = plan_run(config, launch.world_size)
+    planned = plan_run(config, launch.world_size, ask)
     config, layout = planned.config, planned.layout
     _check_outputs(config)
     _check_profiled_ranks(config.logging, launch.world_size)
@@ -188,6 +191,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         checkpoint=checkpoint,
         found_token_slices=planned.found_token_slices,
         found_stages=planned.found_stages,
+        ask=ask,
     )
     if launch.rank == 0 and not config.data.mock_data:
         data = config.data
@@ -392,7 +396,7 @@ def _verified(run: Run, given: Config, note: Callable[[str], None]) -> Run:
             raise
         note(f" warning: {error}")
         older = replace(given, checkpoint=replace(given.checkpoint, load_tag=before, ckpt_step=None))
-        return _verified(prepare(older, run.launch), given, note)
+        return _verified(prepare(older, run.launch, run.ask), given, note)
     if line is not None:
         note(line)
     return run

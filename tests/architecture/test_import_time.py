@@ -19,6 +19,7 @@ LIGHT = (
     "megatron_terapipe.strategy",
     "megatron_terapipe.arguments",
     "megatron_terapipe.planning",
+    "megatron_terapipe.training.first_rank",
     "megatron_terapipe.training.pretrain",
     "megatron_terapipe.generate",
     "megatron_terapipe.convert",

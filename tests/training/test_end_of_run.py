@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.health.rank_watch import LOST
-from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, NumbersError
+from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, NumbersError, SearchError
 from megatron_terapipe.training.end_of_run import EndOfRun
 from megatron_terapipe.training.recovery import LostRank
 
@@ -26,6 +26,7 @@ LINE, INTERRUPTED = "error: wrong\n", "interrupted: no checkpoint was saved, so 
         (AgreedCheckpointError("wrong"), BEFORE, 2, (LINE, "", "")),
         (AgreedCheckpointError("wrong"), INSIDE, 2, (LINE, "", "")),
         (NumbersError("wrong"), INSIDE, 2, (LINE, "", "")),
+        (SearchError("wrong"), BEFORE, 2, (LINE, "", "")),
         (LostRank("rank 1 died"), INSIDE, LOST, ("", "", "")),
         (KeyboardInterrupt(), BEFORE, 130, (INTERRUPTED, "", INTERRUPTED)),
         (KeyboardInterrupt(), INSIDE, 130, (INTERRUPTED, "", INTERRUPTED)),

@@ -1,0 +1,126 @@
+"""Answers that the first rank finds for all ranks, sent over the store where they meet, before their process group.
+
+A search takes seconds, and ranks with other files or releases could find other answers, with which they would hang.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.launch import LaunchEnvironment
+from megatron_terapipe.config import Config
+from megatron_terapipe.errors import ConfigError, SearchError
+from megatron_terapipe.planning import Ask
+
+_READ_S = 30.0
+"""Seconds for which the store outlives an error on the first rank, so that all can read it."""
+
+
+class FirstRank:
+    """The first rank, as all ranks ask it: the same questions in any order. An answer is kept."""
+
+    def __init__(self) -> None:
+        # A launcher that starts ranks again may keep its store.
+        self._prefix = f"first rank, start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._answers: dict[str, Any] = {}
+        self._own_store: Any = None
+
+    def ask(self, config: Config) -> Ask | None:
+        """Return the function by which the ranks of a run ask; None where this process searches by itself."""
+        launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+        if config.training.dry_run or launch.world_size == 1:
+            return None
+        return partial(self.answer, launch, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+
+    def answer(self, launch: LaunchEnvironment, timeout: timedelta, question: str, find: Callable[[], Any]) -> Any:
+        """Return on every rank the result of `find` on the first one, through JSON.
+
+        Args:
+            timeout: longest time to wait for it.
+
+        Raises:
+            SearchError: on every rank, if `find` raises a UserError.
+        """
+        # Torch takes seconds to import.
+        import torch.distributed as dist
+
+        if question not in self._answers:
+            try:
+                store = self._store(launch, timeout)
+                self._answers[question] = self._exchanged(store, launch, f"{self._prefix}/{question}", find)
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
+                raise rendezvous_error(launch, timeout, error) from error
+        answer = self._answers[question]
+        if "error" in answer:
+            raise SearchError(answer["error"])
+        return answer["found"]
+
+    @staticmethod
+    def _exchanged(store: Any, launch: LaunchEnvironment, key: str, find: Callable[[], Any]) -> Any:
+        if launch.rank:
+            answer = json.loads(store.get(key))
+            store.add(f"{key}, read", 1)
+            return answer
+        try:
+            text = json.dumps({"found": find()})
+        except UserError as error:
+            text = json.dumps({"error": str(error)})
+        store.set(key, text)
+        answer = json.loads(text)
+        end = time.monotonic() + _READ_S
+        while "error" in answer and store.add(f"{key}, read", 0) < launch.world_size - 1:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        return answer
+
+    def _store(self, launch: LaunchEnvironment, timeout: timedelta) -> Any:
+        """Return the store: of the process group once there is one, until then this rank's own connection."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            # The group holds the server from now on.
+            self._own_store = None
+            return dist.distributed_c10d._get_default_store()
+        if self._own_store is None:
+            launch.export()
+            if "MASTER_ADDR" not in os.environ:  # Where mpi4py is installed; DeepSpeed does the same later.
+                from deepspeed.comm.comm import mpi_discovery
+
+                mpi_discovery(verbose=False)
+            serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+            self._own_store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=serves,
+                wait_for_workers=False,
+                timeout=timeout,
+                multi_tenant=True,  # The process group uses the same server later.
+            )
+        return self._own_store
+
+
+def rendezvous_error(launch: LaunchEnvironment, timeout: timedelta, error: Exception) -> BaseException:
+    """Return the exception of a failed rendezvous: the port is in use, as by a second run, or a rank is missing."""
+    from deepspeed_ext.runtime.health.stall_watch import STALLED
+
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if launch.rank == 0 and "EADDRINUSE" in str(error):
+        return ConfigError(
+            f"port {port} of {host}, the rendezvous of the ranks, is in use, perhaps by another run: give the launcher "
+            "another with --master_port, or set MASTER_PORT for mpirun and srun"
+        )
+    why = str(error).partition("\n")[0]
+    print(
+        f"error: the ranks did not meet at {host}:{port} within --distributed-timeout-minutes "
+        f"{timeout.total_seconds() / 60:g} ({why}): find the rank or host that did not start",
+        file=sys.stderr,
+        flush=True,
+    )
+    return SystemExit(STALLED)
