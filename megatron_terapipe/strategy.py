@@ -527,12 +527,11 @@ DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
 """All that a strategy chooses, in the order of its fields."""
 
 
-def strategy_schema(*, whole: bool = False) -> dict[str, Any]:
+def strategy_schema() -> dict[str, Any]:
     """Return the JSON Schema of the objects that `Strategy.from_json` reads."""
     texts = field_texts(Strategy)
     properties = {each.name: each.json_schema() | {"description": texts[each.name]} for each in DIMENSIONS}
-    required = {"required": [each.name for each in DIMENSIONS if not each.optional]} if whole else {}
-    return {"type": "object", "properties": properties, **required, "additionalProperties": False}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _as_text(value: object) -> object:

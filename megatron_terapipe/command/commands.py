@@ -70,8 +70,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "shells and scripts": (
         Command(
             "schema",
-            "print the JSON Schema of a file that you write or read",
-            "megatron_terapipe.file_formats.table",
+            "print the JSON Schema of a file that you write",
+            "megatron_terapipe.search.answer.schema_command",
         ),
         Command(
             "completion",

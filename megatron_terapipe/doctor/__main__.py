@@ -74,12 +74,13 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         raise ConfigError(f"--timeout {options.timeout:g} is not from 1 to 600: give seconds")
     hosts = _hosts(options.hostfile)
     # Imported here: pydantic would make --help wait.
-    from megatron_terapipe.class_schema import class_schema
+    from pydantic import TypeAdapter
+
     from megatron_terapipe.doctor.findings import Level
     from megatron_terapipe.doctor.report import Document, count, document, findings, print_examination
 
     if options.schema:
-        print(json.dumps(class_schema(Document), indent=1))
+        print(json.dumps(TypeAdapter(Document).json_schema(), indent=1))
         return 0
     with _progress_line() as progress:
         examined = _examine(options, hosts, progress)

@@ -58,6 +58,8 @@ SCHEMA_VERSION: Final = 2
 class Document:
     """Output of `terapipe doctor --json`."""
 
+    __pydantic_config__ = {"use_attribute_docstrings": True, "extra": "forbid"}  # noqa: RUF012 - of its JSON Schema
+
     schema_version: Literal[2] = SCHEMA_VERSION
     """Version of the document: raised when a key is removed or changes its meaning."""
     errors: int

@@ -55,14 +55,16 @@ def _run(options: argparse.Namespace, prog: str) -> int:
             f"--pictures {options.pictures} has no curves to write: train with --tensorboard-dir or --wandb-project"
         )
     # Imported after the check of the flags, because pydantic is slow to import.
-    from megatron_terapipe.class_schema import class_schema
+    from pydantic import TypeAdapter
+
     from megatron_terapipe.run_report.metrics_file import metrics_schema
     from megatron_terapipe.run_report.page import render_report
     from megatron_terapipe.run_report.report import ReportDocument, read_report, report_document
     from megatron_terapipe.run_report.text import summary
 
     if options.schema is not None:
-        print(json.dumps(class_schema(ReportDocument) if options.schema == "report" else metrics_schema(), indent=2))
+        of_report = TypeAdapter(ReportDocument).json_schema
+        print(json.dumps(of_report() if options.schema == "report" else metrics_schema(), indent=2))
         return 0
     if options.json not in (None, STANDARD_OUTPUT):
         _refuse_to_replace_a_run(Path(options.json))

@@ -17,7 +17,7 @@ from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.run_report.figures import Figures
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
-from megatron_terapipe.search.answer.json_schema import Amount, BreakdownObject, MemoryObject
+from megatron_terapipe.search.answer.json_documents import Amount, BreakdownObject, MemoryObject
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.training.records import RunStart
 
@@ -67,8 +67,8 @@ ANSWER_FILE = "ranking.json"
 """Name of the answer of the search in the directory of `--output`."""
 
 
-class Predicted(BaseModel):
-    """Predicted cost of a strategy; `megatron_terapipe/search/answer/json_schema.py` defines the fields."""
+class PredictedCost(BaseModel):
+    """Predicted cost of a strategy; `search/answer/json_documents.py` defines the fields."""
 
     iteration_time_s: Amount
     interval_s: tuple[Amount, Amount] | None
@@ -87,7 +87,7 @@ class PricedStrategy(BaseModel):
 
     rank: int
     strategy: dict[str, Any]
-    predicted: Predicted | None
+    predicted: PredictedCost | None
 
 
 class Model(BaseModel):
@@ -123,7 +123,7 @@ class Prediction:
     """File of the answer of the search."""
     rank: int
     """Place of the strategy in the ranking."""
-    predicted: Predicted
+    predicted: PredictedCost
     cluster: str
     """Name of the cluster, and its devices."""
     differences: tuple[str, ...]

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from math import isnan, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import parse_json, read_text
-from megatron_terapipe.class_schema import class_schema
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.records import (
     EvaluationMetrics,
@@ -103,30 +102,19 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 def metrics_schema() -> dict[str, Any]:
     """Return the JSON Schema of one line: an iteration, an evaluation or an event."""
-    iteration = class_schema(IterationMetrics) | {"title": "Iteration"}
-    iteration["properties"]["lm_loss"] = _loss("Training loss")
-    forms = [iteration]
+    kinds: Any = Union[(IterationMetrics, *EVENTS.values())]
+    schema = TypeAdapter[Any](kinds, config=ConfigDict(use_attribute_docstrings=True)).json_schema()
+    schema["$defs"]["IterationMetrics"]["properties"]["lm_loss"] = _loss("Training loss")
+    for name, kind in EVENTS.items():
+        event = schema["$defs"][kind.__name__]
+        event["properties"] = {"event": {"const": name}, **event["properties"]}
+        event["required"] = ["event", *event.get("required", [])]
     for part in PARTS:
         name = f"{part}_lm_loss"
         done = {"type": "integer", "description": "Iterations done."}
-        forms.append(
-            {
-                "title": f"Evaluation on the {part} data",
-                "type": "object",
-                "properties": {"iteration": done, name: _loss("Mean loss")},
-                "required": ["iteration", name],
-                "additionalProperties": False,
-            }
-        )
-    for name, kind in EVENTS.items():
-        event = class_schema(kind) | {"title": f"Event: {name}"}
-        event["properties"] = {"event": {"const": name}, **event["properties"]}
-        event["required"] = ["event", *event["required"]]
-        if machine := event.pop("$defs", {}).get("Machine"):
-            event["properties"]["machine"] = machine
-        forms.append(event)
-    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Line of a metrics file"}
-    return about | {"anyOf": forms}
+        evaluation = {"type": "object", "properties": {"iteration": done, name: _loss("Mean loss")}}
+        schema["anyOf"].append({**evaluation, "required": ["iteration", name], "additionalProperties": False})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Line of a metrics file", **schema}
 
 
 def _loss(name: str) -> dict[str, Any]:

@@ -142,6 +142,8 @@ class RunDocument(Figures):
 class ReportDocument:
     """The report of some runs."""
 
+    __pydantic_config__ = {"use_attribute_docstrings": True, "extra": "forbid"}  # noqa: RUF012 - of its JSON Schema
+
     schema_version: Literal[1] = SCHEMA_VERSION
     """Version of this document."""
     command: Literal["report"] = "report"

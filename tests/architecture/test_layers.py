@@ -46,7 +46,6 @@ LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba", "rich")),
     Layer(("megatron_terapipe.errors",), PLAN),
-    Layer(("megatron_terapipe.class_schema",), PLAN, ("pydantic",)),
     Layer(("megatron_terapipe.devices",)),
     Layer(("megatron_terapipe.console",), PLAN, ("rich",)),
     # The table of all commands, which the search reads for its own.
@@ -163,7 +162,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.run_report", "megatron_terapipe.run_report.*"),
         (
-            *(*search("answer"), "megatron_terapipe.class_schema", "megatron_terapipe.page"),
+            *(*search("answer"), "megatron_terapipe.page"),
             "megatron_terapipe.training.records",
         ),
         ("pydantic",),
@@ -174,16 +173,10 @@ LAYERS = (
         ("megatron_terapipe.doctor.*",),
         (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment", "megatron_terapipe.search.machine.hostfile"),
-            *("megatron_terapipe.class_schema", "megatron_terapipe.console"),
+            "megatron_terapipe.console",
             *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe")),
         ),
         ("packaging", "pydantic", "rich"),
-    ),
-    # The schemas of all files, from the modules that write them.
-    Layer(
-        ("megatron_terapipe.file_formats", "megatron_terapipe.file_formats.*"),
-        (*(*search("answer"), *PLAN, "megatron_terapipe.class_schema"),),
-        ("pydantic",),
     ),
     # Commands put the parts together: they may import anything of ours, and no module imports them.
     Layer(

@@ -34,7 +34,7 @@ NEW_WORDS = {
 
 STILL_FOUND = (
     *(f"deepspeed_ext/runtime/{name}" for name in ("attention", "gradients", "state", "topology.py")),
-    *("megatron_terapipe/arguments", "megatron_terapipe/config", "megatron_terapipe/file_formats"),
+    *("megatron_terapipe/arguments", "megatron_terapipe/config"),
     *("megatron_terapipe/model", "megatron_terapipe/search", "megatron_terapipe/training"),
     *("megatron_terapipe/devices.py", "megatron_terapipe/dimensions.py", "megatron_terapipe/planning.py"),
     "megatron_terapipe/strategy.py",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from pydantic import TypeAdapter
 from rich.console import Console
 
-from megatron_terapipe.class_schema import class_schema
 from megatron_terapipe.doctor.__main__ import main
 from megatron_terapipe.doctor.facts import Examined
 from megatron_terapipe.doctor.findings import Level
@@ -27,7 +27,7 @@ def printed(examined: Examined, *, verbose: bool = False) -> list[str]:
 def test_this_machine_is_checked_with_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--save", str(tmp_path), "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
-    jsonschema.validate(found, class_schema(Document))
+    jsonschema.validate(found, TypeAdapter(Document).json_schema())
     assert code == (1 if found["errors"] else 0)
     (host,) = found["hosts"]
     assert host["imports"]["error"] is None
@@ -68,14 +68,16 @@ def test_bad_input_gives_one_line_and_exit_code_2(
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert schema == class_schema(Document)
+    assert schema == TypeAdapter(Document).json_schema()
     for kind in schema["$defs"].values():
         assert all("description" in each for each in kind.get("properties", {}).values()), kind["title"]
 
 
 @pytest.mark.parametrize("examined", [healthy(), on(2, facts=None, imports=None, clock=None, failure="no")(healthy())])
 def test_documents_follow_the_schema(examined: Examined) -> None:
-    jsonschema.validate(json.loads(json.dumps(document(examined, findings(examined)))), class_schema(Document))
+    jsonschema.validate(
+        json.loads(json.dumps(document(examined, findings(examined)))), TypeAdapter(Document).json_schema()
+    )
 
 
 def test_the_table_shows_hosts_and_then_faults() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from pydantic import TypeAdapter
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.class_schema import class_schema
 from megatron_terapipe.run_report.comparison import UNKNOWN
 from megatron_terapipe.run_report.figures import listed
 from megatron_terapipe.run_report.report import ReportDocument, RunReport, read_report, report_document
@@ -164,7 +164,7 @@ def test_the_end_of_a_run_that_failed_or_was_killed(tmp_path: Path) -> None:
 def test_the_json_has_its_schema(whole: RunReport, tmp_path: Path) -> None:
     bare = report_of(tmp_path / "bare", lines_of(range(1, 6)))
     text = json.dumps(report_document([whole, bare]), allow_nan=False)
-    jsonschema.validate(json.loads(text), class_schema(ReportDocument))
+    jsonschema.validate(json.loads(text), TypeAdapter(ReportDocument).json_schema())
     run = json.loads(text)["runs"][0]
     assert (run["iterations"], run["bubble_ratio"] > 0, run["end"], run["failed"]) == (40, True, "", False)
 

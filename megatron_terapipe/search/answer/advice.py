@@ -15,7 +15,7 @@ from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, strategy_text, time_text
-from megatron_terapipe.search.answer.json_schema import (
+from megatron_terapipe.search.answer.json_documents import (
     AdvicePart,
     DistancePart,
     FewerDevicesPart,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
-from megatron_terapipe.search.answer.json_schema import ClusterPart, Document, Entry, ModelPart, Predicted
+from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, PredictedPart, RankedEntry
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.rank.ranked import Ranked
@@ -15,10 +15,10 @@ from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
-def entries_of(problem: SearchProblem, entries: Iterable[Ranked], training: Training = NOT_ASKED) -> list[Entry]:
+def entries_of(problem: SearchProblem, entries: Iterable[Ranked], training: Training = NOT_ASKED) -> list[RankedEntry]:
     """Return strategies with their prices as a document has them."""
     return [
-        Entry(
+        RankedEntry(
             rank=each.rank,
             index=each.index,
             variants=each.variants,
@@ -52,7 +52,7 @@ def ranking(
     }
 
 
-def _impossible(entries: Sequence[Entry]) -> list[str]:
+def _impossible(entries: Sequence[RankedEntry]) -> list[str]:
     """Return a warning if an entry takes more FLOP/s than the devices have."""
     shares = [(entry.predicted.mfu_causal or 0.0, entry.rank) for entry in entries if entry.predicted]
     share, rank = max(shares, key=lambda each: each[0], default=(0.0, 0))
@@ -92,7 +92,7 @@ class StrategyComparison(NamedTuple):
     """Seconds and bytes that differ, in words."""
 
 
-def runners_up(priced: Sequence[Entry]) -> list[Entry]:
+def runners_up(priced: Sequence[RankedEntry]) -> list[RankedEntry]:
     """Return the second best; and, if it is much like the best, the first with other parallel sizes or schedule."""
     if len(priced) < 2:
         return []
@@ -101,12 +101,12 @@ def runners_up(priced: Sequence[Entry]) -> list[Entry]:
     return [runner_up] if other is None or other is runner_up else [runner_up, other]
 
 
-def _layout(entry: Entry) -> list[object]:
+def _layout(entry: RankedEntry) -> list[object]:
     """Return the parallel sizes and the schedule."""
     return [entry.strategy[each.name] for each in DIMENSIONS if each.ranks or each.name == "schedule"]
 
 
-def compare(winner: Entry, other: Entry) -> StrategyComparison:
+def compare(winner: RankedEntry, other: RankedEntry) -> StrategyComparison:
     """Compare the winner with another strategy."""
     changes = [
         (words, value_text(values[0], each.none), value_text(values[1], each.none))
@@ -122,7 +122,7 @@ def compare(winner: Entry, other: Entry) -> StrategyComparison:
     return StrategyComparison(changes, _sentences(first, second, saved))
 
 
-def _sentences(first: Predicted, second: Predicted, saved: Sequence[tuple[str, float]]) -> list[str]:
+def _sentences(first: PredictedPart, second: PredictedPart, saved: Sequence[tuple[str, float]]) -> list[str]:
     gain = second.iteration_time_s - first.iteration_time_s
     share = gain / second.iteration_time_s if second.iteration_time_s else 0.0
     if gain <= 0:
@@ -180,10 +180,10 @@ def question(
     }
 
 
-def predicted_part(problem: SearchProblem, strategy: Strategy, prediction: Prediction) -> Predicted:
+def predicted_part(problem: SearchProblem, strategy: Strategy, prediction: Prediction) -> PredictedPart:
     """Return a prediction as a document has it."""
     speed = speed_of(problem, strategy, prediction.iteration_time_s)
-    return Predicted(**{**prediction.to_json(), **speed.model_dump()})
+    return PredictedPart(**{**prediction.to_json(), **speed.model_dump()})
 
 
 def document_text(document: Document) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from megatron_terapipe.devices import name_words
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.figures import count_text, devices_of
-from megatron_terapipe.search.answer.json_schema import DecisionPart
+from megatron_terapipe.search.answer.json_documents import DecisionPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import names_one_device, power_of
 from megatron_terapipe.search.rank.ranked import Ranked

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_terapipe.search.answer.json_schema import DistancePart, RemedyKind, RemedyPart
+from megatron_terapipe.search.answer.json_documents import DistancePart, RemedyKind, RemedyPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.memory import SHARE_OF_HOST

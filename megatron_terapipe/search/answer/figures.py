@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
 from megatron_terapipe.dimensions import in_places
-from megatron_terapipe.search.answer.json_schema import DecisionPart, Predicted, Speed
+from megatron_terapipe.search.answer.json_documents import DecisionPart, PredictedPart, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess
 from megatron_terapipe.search.price.workload import Workload
@@ -69,7 +69,7 @@ def time_text(seconds: float) -> str:
     raise AssertionError
 
 
-def interval_text(prediction: Predicted) -> str:
+def interval_text(prediction: PredictedPart) -> str:
     """Return how far the time may be off, as `-4 +6 %`; empty if the prediction has no interval."""
     if prediction.interval_s is None or not prediction.iteration_time_s:
         return ""

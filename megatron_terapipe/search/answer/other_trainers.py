@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from math import gcd
 
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
-from megatron_terapipe.search.answer.json_schema import TrainerPart
+from megatron_terapipe.search.answer.json_documents import TrainerPart
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import ALST, FSDP, MEGATRON_CORE

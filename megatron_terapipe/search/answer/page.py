@@ -27,7 +27,7 @@ from megatron_terapipe.search.answer.figures import (
     strategy_text,
     time_text,
 )
-from megatron_terapipe.search.answer.json_schema import Entry, RankDocument
+from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry
 from megatron_terapipe.search.answer.table import LEFT, heading, rows_of
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from megatron_terapipe.search.rank.space import SearchProblem
@@ -79,7 +79,7 @@ def render_page(
     return html_document(title, "\n".join(body))
 
 
-def _winner(entry: Entry) -> str:
+def _winner(entry: RankedEntry) -> str:
     prediction, strategy = entry.price, Strategy.from_json(entry.strategy)
     interval = ""
     if prediction.interval_s is not None:
@@ -102,7 +102,7 @@ def _winner(entry: Entry) -> str:
     return f'<p class="winner">{escape(strategy_text(strategy))}</p>{facts(figures)}{lengths}'
 
 
-def _why(first: Entry, second: Entry) -> str:
+def _why(first: RankedEntry, second: RankedEntry) -> str:
     found = compare(first, second)
     changes = "".join(
         f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
@@ -130,7 +130,7 @@ def _ranking(document: RankDocument) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
 
 
-def _times(entries: list[Entry]) -> str:
+def _times(entries: list[RankedEntry]) -> str:
     """Return a bar for each strategy, of the parts of its iteration in seconds."""
     palette = colours(list(TIME_NAMES.values()))
     bars = []
@@ -142,7 +142,7 @@ def _times(entries: list[Entry]) -> str:
     return chart(bars, palette, lambda s, bar: f"{time_text(s)} ({s / sum(bar.parts.values()):.1%})")
 
 
-def _memory(problem: SearchProblem, entry: Entry) -> str:
+def _memory(problem: SearchProblem, entry: RankedEntry) -> str:
     """Return a bar for each pipeline rank, of the parts of its memory in bytes."""
     if not entry.price.memory_per_rank:
         return "<p>Not predicted.</p>"

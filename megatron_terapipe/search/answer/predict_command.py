@@ -18,7 +18,7 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_strategies,
 )
-from megatron_terapipe.search.answer.json_schema import PredictDocument
+from megatron_terapipe.search.answer.json_documents import PredictDocument
 from megatron_terapipe.search.answer.output_files import write_document
 from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.learn.costs import costs_of

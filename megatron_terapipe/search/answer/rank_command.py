@@ -33,7 +33,7 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_one_strategy,
 )
-from megatron_terapipe.search.answer.json_schema import AdvicePart, LaunchPart, RankDocument, SearchPart
+from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.answer.other_trainers import other_trainers, trainer_notes
 from megatron_terapipe.search.answer.output_files import (
     script_command,

@@ -23,7 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.answer.figures import speed_of
-from megatron_terapipe.search.answer.json_schema import NetworkPart, OtherWinnerPart, SensitivityPart, UtilizationPart
+from megatron_terapipe.search.answer.json_documents import (
+    NetworkPart,
+    OtherWinnerPart,
+    SensitivityPart,
+    UtilizationPart,
+)
 from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.batch import StrategyBatches

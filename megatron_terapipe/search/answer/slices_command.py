@@ -22,7 +22,7 @@ from megatron_terapipe.search.answer.flags import (
     read_one_strategy,
     whole_numbers,
 )
-from megatron_terapipe.search.answer.json_schema import Cut, TokenSlicesDocument
+from megatron_terapipe.search.answer.json_documents import Cut, TokenSlicesDocument
 from megatron_terapipe.search.answer.output_files import write_document
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.rules import broken_rule

@@ -14,7 +14,7 @@ from megatron_terapipe.search.answer.figures import (
     share_text,
     time_text,
 )
-from megatron_terapipe.search.answer.json_schema import Entry, Ranking
+from megatron_terapipe.search.answer.json_documents import RankedEntry, Ranking
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
@@ -85,7 +85,7 @@ def heading(ranking: Ranking) -> str:
     )
 
 
-def cells(entry: Entry, seq_length: int) -> dict[str, str]:
+def cells(entry: RankedEntry, seq_length: int) -> dict[str, str]:
     """Return the text of each column for an entry, by its name."""
     strategy, prediction = Strategy.from_json(entry.strategy), entry.predicted
     row = {"rank": str(entry.rank), **{name: _cell(each, strategy, seq_length) for each, name in COLUMNS}}
@@ -103,7 +103,7 @@ def cells(entry: Entry, seq_length: int) -> dict[str, str]:
     return row | {"variants": f"{entry.variants:,}" if entry.variants else "", "why not": entry.reason or ""}
 
 
-def rows_of(entries: Sequence[Entry], seq_length: int) -> tuple[list[str], list[list[str]]]:
+def rows_of(entries: Sequence[RankedEntry], seq_length: int) -> tuple[list[str], list[list[str]]]:
     """Return the names of the columns with any text, and the rows."""
     found = [cells(entry, seq_length) for entry in entries]
     names = list(dict.fromkeys(name for row in found for name in row))
@@ -154,7 +154,7 @@ def _short(value: tuple[int, ...]) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _table(entries: Sequence[Entry], names: list[str], rows: list[list[str]]) -> "Table":
+def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[list[str]]) -> "Table":
     import rich.box
     import rich.table
     import rich.text

@@ -27,7 +27,7 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_strategies,
 )
-from megatron_terapipe.search.answer.json_schema import TrialDocument
+from megatron_terapipe.search.answer.json_documents import TrialDocument
 from megatron_terapipe.search.answer.output_files import write_document
 from megatron_terapipe.search.answer.trial_runs import (
     Journal,

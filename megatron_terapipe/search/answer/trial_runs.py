@@ -19,7 +19,7 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.figures import strategy_text
-from megatron_terapipe.search.answer.json_schema import Errors, Predicted, TrialDocument, TrialEntry
+from megatron_terapipe.search.answer.json_documents import Errors, PredictedPart, TrialDocument, TrialResult
 from megatron_terapipe.search.answer.output_files import Launch, launch_of
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.learn.scores import relative_errors, spearman, top1_regret
@@ -312,7 +312,7 @@ def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> Tria
     # What a search with --calibrate on this file predicts.
     calibrated = costs.calibrated_on(trials) if measured else None
     entries = [
-        TrialEntry(
+        TrialResult(
             trial_id=trial.id,
             strategy=trial.strategy.to_json(),
             iteration_time_s=trial.iteration_time_s,
@@ -355,13 +355,13 @@ def print_trials(document: TrialDocument) -> None:
     print(f"{document.trials} has {len(document.entries)} trials of this question")
 
 
-def _predicted(trial: Trial, journal: Journal, costs: Costs) -> Predicted:
+def _predicted(trial: Trial, journal: Journal, costs: Costs) -> PredictedPart:
     pricing = costs.pricing_on(journal.problem.cluster)
     prediction = costs.with_interval(trial.strategy, pricing.predict(trial.strategy), pricing)
     return predicted_part(journal.problem, trial.strategy, prediction)
 
 
-def _errors(pairs: Sequence[tuple[float, Predicted]]) -> Errors | None:
+def _errors(pairs: Sequence[tuple[float, PredictedPart]]) -> Errors | None:
     """Return the errors of predictions of measured seconds; None for no trials."""
     measured = np.array([time_s for time_s, _ in pairs])
     predicted = np.array([each.iteration_time_s for _, each in pairs])
@@ -374,7 +374,7 @@ def _errors(pairs: Sequence[tuple[float, Predicted]]) -> Errors | None:
     )
 
 
-def _beside(measured_s: float, predicted: Predicted | None) -> str:
+def _beside(measured_s: float, predicted: PredictedPart | None) -> str:
     if predicted is None:
         return ""
     return f"{predicted.iteration_time_s:.4g} ({predicted.iteration_time_s / measured_s - 1:+.0%})"

@@ -59,7 +59,7 @@ class Quantity:
         if number <= 0:
             raise ValueError("is not above zero: give more")
         if not 1 / MOST_QUANTITY <= number <= MOST_QUANTITY:
-            raise ValueError(f"is no {self.kind} of any machine: give one, such as {self.example}")
+            raise ValueError(f"is not a {self.kind} of any machine: give one, such as {self.example}")
         return number
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -93,10 +93,16 @@ class OrText:
         return {"anyOf": [{"type": "string", "description": self.meaning}, handler(read)]}
 
 
-class Entry(BaseModel):
-    """An object of an input file. Unknown fields are refused; null is equivalent to an omitted field."""
+class ClosedModel(BaseModel):
+    """An object of a file: no other fields, no values beside finite numbers."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class Entry(ClosedModel):
+    """An object of a file that users write. Unknown fields are refused; null is equivalent to an omitted field."""
+
+    model_config = ConfigDict(strict=True)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.json_schema import AdvicePart, LaunchPart, RankDocument, SearchPart
+from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.search.price.workload_files import parse_workload

@@ -12,7 +12,7 @@ from megatron_terapipe.search.answer.advice import (
 )
 from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.answer.figures import speed_of
-from megatron_terapipe.search.answer.json_schema import (
+from megatron_terapipe.search.answer.json_documents import (
     AdvicePart,
     FewerDevicesPart,
     NetworkPart,

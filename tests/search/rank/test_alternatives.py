@@ -10,7 +10,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import FOUND_ORDER, advice_notes, found_order_part
-from megatron_terapipe.search.answer.json_schema import AdvicePart
+from megatron_terapipe.search.answer.json_documents import AdvicePart
 from megatron_terapipe.search.answer.output_files import write_files
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import DEEPSPEED

@@ -1,60 +1,45 @@
-"""The JSON documents of the search: their fields, and the JSON Schema that follows from them.
+"""The JSON documents of the search: classes whose fields are the keys, written by all commands with `--json`.
 
 Programs read these documents. A key that goes away, or means something else, makes another `SCHEMA_VERSION`; a new key
 does not.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import AfterValidator, Field
 
-from deepspeed_ext.plan.text_files import field_texts
+from megatron_terapipe.search.machine.entries import ClosedModel
 from megatron_terapipe.search.price.prediction import OPTIONAL_PARTS, RankMemory, TimeBreakdown
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
-from megatron_terapipe.strategy import strategy_schema
-
-StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
-"""A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
 Amount = Annotated[float, Field(ge=0, le=1e40)]
-"""Seconds, bytes or a speed. Sums of those have no overflow."""
+"""Seconds, bytes or bytes per second. Their sums have no overflow."""
 
 
-def _amounts_of(kind: type[Any], **more: str) -> tuple[AfterValidator, WithJsonSchema]:
-    """Return the annotations of an object that has all fields of a class, and `more`: names with descriptions."""
-    texts = {**field_texts(kind), **more}
-    required = [name for name in texts if name not in OPTIONAL_PARTS]
-    properties = {name: {"type": "number", "description": text} for name, text in texts.items()}
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+def _with_all_fields(kind: type[Any], *more: str) -> AfterValidator:
+    """Return a validator of objects that have the fields of a dataclass as keys, and `more`."""
+    required = [name for name in (*(each.name for each in fields(kind)), *more) if name not in OPTIONAL_PARTS]
 
     def whole(amounts: dict[str, float]) -> dict[str, float]:
         if missing := [name for name in required if name not in amounts]:
             raise ValueError(f"{missing[0]} is missing")
         return amounts
 
-    return AfterValidator(whole), WithJsonSchema(schema)
+    return AfterValidator(whole)
 
 
-BreakdownObject = Annotated[dict[str, Amount], *_amounts_of(TimeBreakdown)]
+StrategyObject = dict[str, Any]
+"""A strategy, as `--strategies` and the trainer's `--strategy` read it."""
+
+BreakdownObject = Annotated[dict[str, Amount], _with_all_fields(TimeBreakdown)]
 """Seconds of an iteration by their cause."""
 
-MemoryObject = Annotated[dict[str, Amount], *_amounts_of(RankMemory, total="sum of the others")]
-"""Bytes of a pipeline rank by their use."""
+MemoryObject = Annotated[dict[str, Amount], _with_all_fields(RankMemory, "total")]
+"""Bytes of a pipeline rank by their use, and their sum."""
 
 
-class Part(BaseModel):
-    """An object of a document: all of its keys are always there, and no others."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-
-
-class AlternativePart(Part):
+class AlternativePart(ClosedModel):
     """Another strategy than the winner."""
 
     strategy: StrategyObject
@@ -96,7 +81,7 @@ class FewerDevicesPart(AlternativePart):
     """Price of a token in that of the winner; null = no prices are given."""
 
 
-class OtherWinnerPart(Part):
+class OtherWinnerPart(ClosedModel):
     """A constant of the cost model with which another strategy is better than the winner."""
 
     constant: str
@@ -110,7 +95,7 @@ class OtherWinnerPart(Part):
     """Whether it is a constant of the memory, with which the winner does not fit the devices."""
 
 
-class NetworkPart(Part):
+class NetworkPart(ClosedModel):
     """A bandwidth from which the winner changes."""
 
     bandwidth: float
@@ -121,7 +106,7 @@ class NetworkPart(Part):
     """How much longer the winner takes there, as a share."""
 
 
-class SensitivityPart(Part):
+class SensitivityPart(ClosedModel):
     """The constants that decide the winner."""
 
     changes: list[OtherWinnerPart]
@@ -137,7 +122,7 @@ class SensitivityPart(Part):
     """Strategies that were compared."""
 
 
-class UtilizationPart(Part):
+class UtilizationPart(ClosedModel):
     """An MFU above all published ones."""
 
     predicted: float
@@ -157,7 +142,7 @@ class UtilizationPart(Part):
 RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gradients", "constraint"]
 
 
-class RemedyPart(Part):
+class RemedyPart(ClosedModel):
     """One change with which the model fits."""
 
     kind: RemedyKind
@@ -167,7 +152,7 @@ class RemedyPart(Part):
     """A strategy that then fits."""
 
 
-class DistancePart(Part):
+class DistancePart(ClosedModel):
     """How far the model is from fitting."""
 
     strategy: StrategyObject
@@ -193,7 +178,7 @@ class DistancePart(Part):
         return self.memory["total"] / self.usable_bytes
 
 
-class TrainerPart(Part):
+class TrainerPart(ClosedModel):
     """The best strategy of another trainer on all devices, found by the same search with the same constants."""
 
     software: str
@@ -212,7 +197,7 @@ class TrainerPart(Part):
     """Whether its times were compared with runs on such devices."""
 
 
-class AdvicePart(Part):
+class AdvicePart(ClosedModel):
     """Possible changes, and doubts."""
 
     memory_headroom: float
@@ -244,7 +229,7 @@ SCHEMA_VERSION: Final = 1
 """Version of the documents of all commands."""
 
 
-class ModelPart(Part):
+class ModelPart(ClosedModel):
     """The model."""
 
     name: str
@@ -260,7 +245,7 @@ class ModelPart(Part):
     is given layer by layer."""
 
 
-class ClusterPart(Part):
+class ClusterPart(ClosedModel):
     """The cluster."""
 
     name: str
@@ -272,7 +257,7 @@ class ClusterPart(Part):
     """Groups of equal nodes with all figures, as a cluster file has them."""
 
 
-class Speed(Part):
+class Speed(ClosedModel):
     """Published figures that follow from the time of one iteration."""
 
     iteration_time_s: float
@@ -292,8 +277,8 @@ class Speed(Part):
     """FLOPs of the model in a second and device, in 10^12, counted as for `mfu_causal`."""
 
 
-class Predicted(Speed):
-    """Predicted cost of a strategy."""
+class PredictedPart(Speed):
+    """PredictedPart cost of a strategy."""
 
     interval_s: tuple[float, float] | None
     """Bounds that contain the measured seconds with the probability `interval_coverage`; null = not known."""
@@ -313,7 +298,7 @@ class Predicted(Speed):
     """Warnings about this prediction."""
 
 
-class DecisionPart(Part):
+class DecisionPart(ClosedModel):
     """A whole training with a strategy. Failures, where their rate is given, are part of days, price and energy."""
 
     tokens: float
@@ -331,7 +316,7 @@ class DecisionPart(Part):
     """Seconds of training between two saves with this goodput, the largest; null likewise."""
 
 
-class Entry(Part):
+class RankedEntry(ClosedModel):
     """A strategy, its price and its place in a ranking."""
 
     rank: int
@@ -342,7 +327,7 @@ class Entry(Part):
     """Strategies of the same parallel layout that can run, by their closed form, of which this is the best; null = all
     strategies are listed."""
     strategy: StrategyObject
-    predicted: Predicted | None
+    predicted: PredictedPart | None
     """Its cost; null where it cannot be priced."""
     decision: DecisionPart | None
     """Days, price, energy and goodput; null = no flag of a training is given, or no strategy that runs."""
@@ -352,13 +337,13 @@ class Entry(Part):
     """Why it cannot run; null where it can."""
 
     @property
-    def price(self) -> Predicted:
+    def price(self) -> PredictedPart:
         """The prediction of a strategy that could be priced."""
         assert self.predicted is not None
         return self.predicted
 
 
-class SearchPart(Part):
+class SearchPart(ClosedModel):
     """Numbers of strategies in the steps of the search."""
 
     considered: int
@@ -375,7 +360,7 @@ class SearchPart(Part):
     """Share of the winner's time that a strategy that was not simulated could save at most."""
 
 
-class LaunchPart(Part):
+class LaunchPart(ClosedModel):
     """Command and files that launch the winner."""
 
     command: str | None
@@ -386,7 +371,7 @@ class LaunchPart(Part):
     """Why there is no command; null where there is one."""
 
 
-class Document(Part):
+class Document(ClosedModel):
     """The question, and notes on the answer."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -407,11 +392,11 @@ class Document(Part):
 class Ranking(Document):
     """Strategies with their prices."""
 
-    entries: list[Entry]
+    entries: list[RankedEntry]
     """The strategies: those of `rank` best first, those of `predict` in the order of their file."""
 
     @property
-    def priced(self) -> list[Entry]:
+    def priced(self) -> list[RankedEntry]:
         """Entries that can run and have a price, best first."""
         return sorted((each for each in self.entries if each.feasible and each.predicted), key=lambda each: each.rank)
 
@@ -462,7 +447,7 @@ class TokenSlicesDocument(Document):
     """Flags of the trainer for the best ones."""
 
 
-class TrialEntry(Part):
+class TrialResult(ClosedModel):
     """A strategy that was run, and its predictions."""
 
     trial_id: str
@@ -475,13 +460,13 @@ class TrialEntry(Part):
     """Measured bytes of the fullest device; null = not measured."""
     out_of_memory: bool | None
     """Whether memory ran out; null = unknown."""
-    predicted: Predicted
+    predicted: PredictedPart
     """Its prediction without these trials."""
-    calibrated: Predicted | None
+    calibrated: PredictedPart | None
     """Its prediction with constants that were fitted to these trials; null = no trial has a time."""
 
 
-class Errors(Part):
+class Errors(ClosedModel):
     """Errors of predictions of measured trials."""
 
     mean_error: float
@@ -498,7 +483,7 @@ class TrialDocument(Document):
     command: Literal["trial"] = "trial"
     trials: str
     """File that has the trials, for `--calibrate`."""
-    entries: list[TrialEntry]
+    entries: list[TrialResult]
     """All trials of this model, cluster, precision and batch in the file, in its order."""
     errors: Errors | None
     """Errors of `predicted`; null = no trial has a time."""
@@ -509,10 +494,4 @@ class TrialDocument(Document):
 AnyDocument = Annotated[
     RankDocument | PredictDocument | TokenSlicesDocument | TrialDocument, Field(discriminator="command")
 ]
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the documents of all commands; `command` discriminates them."""
-    schema = TypeAdapter(AnyDocument).json_schema(mode="serialization")
-    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Answer of the strategy search"}
-    return {**about, **schema}
+"""The document of any command."""

@@ -1,1 +1,0 @@
-"""The files that users write or read, each with its JSON Schema: `table` has them all."""
