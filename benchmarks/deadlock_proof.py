@@ -19,16 +19,16 @@ from benchmarks.measuring.command import Parser
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.programs.device import Device, Events, check_programs
+from deepspeed_ext.plan.programs.device import DeviceModel, Events, check_programs
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve.orders import optimise
 
 DEVICES = {
-    "a queue for each stream": Device(),
-    "shared queues": Device(hardware_queues=1),
-    "cold": Device(warms_up=False, host_waits=False),
+    "a queue for each stream": DeviceModel(),
+    "shared queues": DeviceModel(hardware_queues=1),
+    "cold": DeviceModel(warms_up=False, host_waits=False),
 }
 """The default device waits at every op and drains anywhere; streams share queues in the worst way; `cold` makes
 connections in mid-step."""
@@ -85,7 +85,7 @@ def play(case: Case) -> CaseResult:
         except ScheduleDeadlock as deadlock:
             locked[name] = True
             named = named and "CUDA_DEVICE_MAX_CONNECTIONS" in str(deadlock)
-    on_device = Events(programs, shape, Device(host_waits=False)).makespan(costs)
+    on_device = Events(programs, shape, DeviceModel(host_waits=False)).makespan(costs)
     return CaseResult(case.schedule, locked, named, on_device / simulate(orders, shape, costs).makespan - 1)
 
 

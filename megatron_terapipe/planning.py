@@ -17,7 +17,7 @@ from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.found_schedule import EFFORT, FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import Placement, check_num_ops
-from deepspeed_ext.plan.programs.device import Device, ExpertExchange
+from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import FEW_OPS, SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedule_file import schedule_from_file
@@ -303,7 +303,7 @@ def check_schedule(
         A warning if this is proven only for streams that share no hardware queue.
     """
     simulated = SimulatedSchedule.of(schedule)
-    device = Device(hardware_queues=hardware_queues, exchange=expert_exchange(config))
+    device = DeviceModel(hardware_queues=hardware_queues, exchange=expert_exchange(config))
     name, assumes = config.parallel.pipeline_schedule, False
     for number in micro_batches:
         try:

@@ -29,7 +29,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.device import Device, ExpertExchange
+from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
 from deepspeed_ext.plan.programs.proven import ProvenSchedule
@@ -215,7 +215,7 @@ def initialize(
         raise UserError("costs are for schedule='optimised', and another schedule is given: leave out one of them")
     if not isinstance(schedule, ProvenSchedule):
         queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
-        proven = ProvenSchedule(schedule, Device(hardware_queues=queues, exchange=expert_exchange), host_copies)
+        proven = ProvenSchedule(schedule, DeviceModel(hardware_queues=queues, exchange=expert_exchange), host_copies)
     else:
         proven = schedule
     if proven.host_copies is not None and not model.recomputation.stages:

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, slow_planning
-from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.device import DeviceModel
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
 from deepspeed_ext.plan.programs.proven import ProvenSchedule
@@ -111,7 +111,7 @@ class Run:
     @cached_property
     def proven_schedule(self) -> ProvenSchedule:
         """The programs of the run on its devices, as `prepare` proves them."""
-        device = Device(hardware_queues=_hardware_queues(), exchange=expert_exchange(self.config))
+        device = DeviceModel(hardware_queues=_hardware_queues(), exchange=expert_exchange(self.config))
         return ProvenSchedule(self.simulated_schedule, device, self.host_copies)
 
     @property

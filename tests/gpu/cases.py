@@ -15,7 +15,7 @@ from typing import NamedTuple
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.device import DeviceModel
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import OPTIMISED, fixed, rank_orders, schedule_named
 
@@ -100,7 +100,7 @@ class Case:
     def refusal(self, orders: Sequence[Sequence[Op]]) -> str:
         """Why the plan's check would not let the case run on its hardware queues; empty if it would."""
         try:
-            lower(fixed(orders), self.shape, device=Device(hardware_queues=self.hardware_queues))
+            lower(fixed(orders), self.shape, device=DeviceModel(hardware_queues=self.hardware_queues))
         except PlanError as refused:
             return str(refused)
         return ""

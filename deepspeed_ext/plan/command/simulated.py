@@ -13,7 +13,7 @@ from deepspeed_ext.plan.draw import Panel, render_chrome_trace, render_compariso
 from deepspeed_ext.plan.draw.elements import with_unit
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.memory import StepFunction, peak, peak_activation
-from deepspeed_ext.plan.programs.device import Device, ExpertExchange
+from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, closed_form, fixed, interleaved
@@ -162,7 +162,7 @@ def show_simulated(options: argparse.Namespace) -> int:
         costs = None if copies is None else (lambda _: request.costs)
         schedule = SimulatedSchedule(fixed(request.orders), costs=costs)
         exchange = ExpertExchange(options.moe_token_dispatcher_type or "none")
-        device = Device(hardware_queues=options.hardware_queues, exchange=exchange)
+        device = DeviceModel(hardware_queues=options.hardware_queues, exchange=exchange)
         proof = check_lowering(schedule, request.shape, device, copies)
     except ScheduleDeadlock as deadlock:
         _show_deadlock(options, deadlock, request)

@@ -148,7 +148,7 @@ class ExpertExchange(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceModel:
     """A device that runs the program of a rank, as the proof models it.
 
     The default waits as often as any device may, so programs that end on it also end on CPUs, and on CUDA devices with
@@ -194,18 +194,18 @@ def num_streams(shape: PipelineShape) -> int:
     return 1 + COLLECTIVE_GROUPS + len(set(communicators(shape).values()))
 
 
-def check_programs(programs: Sequence[Program], shape: PipelineShape, device: Device | None = None) -> bool:
+def check_programs(programs: Sequence[Program], shape: PipelineShape, device: DeviceModel | None = None) -> bool:
     """Check that programs end. Returns whether the proof assumes that no two streams share a hardware queue.
 
     Args:
-        device: the device of each rank; None for the default of `Device`. Nothing is assumed with fewer queues than
-            streams: programs must end with every assignment of streams to queues.
+        device: the device of each rank; None for the default. Nothing is assumed with fewer queues than streams:
+            programs must end with every assignment of streams to queues.
 
     Raises:
         ScheduleDeadlock: if some rank waits for ever, or the two ends of a channel have different orders of messages.
     """
     check_channels(programs, shape)
-    device = device or Device()
+    device = device or DeviceModel()
     try:
         _check_events(Events(programs, shape, device), device)
     except ScheduleDeadlock:
@@ -218,7 +218,7 @@ def check_programs(programs: Sequence[Program], shape: PipelineShape, device: De
     return True
 
 
-def _check_events(events: "Events", device: Device) -> None:
+def _check_events(events: "Events", device: DeviceModel) -> None:
     levels = events.levels()
     if device.drains is Drains.ONE_RANK:
         events.check_drains(levels)
@@ -243,7 +243,7 @@ class _Rank:
 class Events:
     """All events of a run of programs: the events that each one needs, and its instruction."""
 
-    def __init__(self, programs: Sequence[Program], shape: PipelineShape, device: Device) -> None:
+    def __init__(self, programs: Sequence[Program], shape: PipelineShape, device: DeviceModel) -> None:
         self._programs, self._shape, self._device = programs, shape, device
         self._needs: list[list[int]] = []
         self._places: list[tuple[int, int]] = []  # rank, and position in its program; -1 where there is none

@@ -50,7 +50,7 @@ from typing import NamedTuple
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, num_ops, reader_of, received, result
-from deepspeed_ext.plan.programs.device import Device, Drains, ExpertExchange, check_host_copies, check_programs
+from deepspeed_ext.plan.programs.device import DeviceModel, Drains, ExpertExchange, check_host_copies, check_programs
 from deepspeed_ext.plan.programs.host_copies import CopiesOfPlace, HostCopySettings, copies_by_place, plan_host_copies
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
@@ -179,7 +179,7 @@ class SimulatedSchedule:
         self.costs = costs or lowering_costs
         """Costs of the ops of a shape, the same on all ranks."""
         self._spans: dict[PipelineShape, SpansOfRank] = {}
-        self.proven: dict[tuple[PipelineShape, Device, HostCopySettings | None], Proof] = {}
+        self.proven: dict[tuple[PipelineShape, DeviceModel, HostCopySettings | None], Proof] = {}
         """Results of `lowering.check_lowering`, by shape, device and host copies."""
 
     @classmethod
@@ -229,7 +229,7 @@ def lower(
     *,
     costs: OpCosts | None = None,
     under_ops: bool = True,
-    device: Device | None = None,
+    device: DeviceModel | None = None,
     host_copies: HostCopySettings | None = None,
 ) -> list[Program]:
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
@@ -237,7 +237,7 @@ def lower(
     Args:
         costs: of the ops, which determine the best places of messages; None for `lowering_costs`.
         under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
-        device: on which they must end; None for the default of `Device`, with drains on one rank or on all.
+        device: on which they must end; None for the default of `DeviceModel`, with drains on one rank or on all.
         host_copies: settings of copies to the host; None for no copies.
 
     Raises:
@@ -245,7 +245,7 @@ def lower(
     """
     costs = (costs or lowering_costs(shape)).in_order()
     spans = simulate(rank_orders(schedule, shape), shape, costs).spans
-    device = device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS)
+    device = device or DeviceModel(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS)
     device = replace(device, copies=host_copies is not None)
     programs = _lower_all(spans.__getitem__, shape, host_copies, under_ops)
     check_programs(programs, shape, device)
@@ -270,7 +270,7 @@ def _lower_all(
 def check_lowering(
     schedule: SimulatedSchedule,
     shape: PipelineShape,
-    device: Device | None = None,
+    device: DeviceModel | None = None,
     host_copies: HostCopySettings | None = None,
 ) -> Proof:
     """Check that the programs that ranks will lower by themselves end. Each proof is done once.
@@ -282,14 +282,16 @@ def check_lowering(
     Raises:
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
     """
-    device = replace(device or Device(), copies=host_copies is not None)
+    device = replace(device or DeviceModel(), copies=host_copies is not None)
     key = shape, device, host_copies
     if key not in schedule.proven:
         schedule.proven[key] = _proof(schedule.spans(shape), shape, device, host_copies)
     return schedule.proven[key]
 
 
-def _proof(spans: SpansOfRank, shape: PipelineShape, device: Device, host_copies: HostCopySettings | None) -> Proof:
+def _proof(
+    spans: SpansOfRank, shape: PipelineShape, device: DeviceModel, host_copies: HostCopySettings | None
+) -> Proof:
     waits = device.exchange is ExpertExchange.ALLTOALL
     if num_ops(shape) > FEW_OPS:
         if not device.has_queues_for(shape):
@@ -300,7 +302,7 @@ def _proof(spans: SpansOfRank, shape: PipelineShape, device: Device, host_copies
     programs = _lower_all(spans, shape, host_copies)
     assumes, under_ops = check_programs(programs, shape, device), True
     if waits:
-        # Waits for the computing stream are those of `Device.host_waits`. Memory of a new size may drain the device.
+        # `DeviceModel.host_waits` has the waits for the computing stream. Memory of a new size may drain the device.
         try:
             assumes |= check_programs(programs, shape, replace(device, drains=Drains.FORWARDS))
         except ScheduleDeadlock:

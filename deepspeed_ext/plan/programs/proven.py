@@ -8,7 +8,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
-from deepspeed_ext.plan.programs.device import Device, ExpertExchange
+from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import (
     Proof,
@@ -28,8 +28,8 @@ class ProvenSchedule:
 
     schedule: Schedule
     """Order of the ops when training."""
-    device: Device = field(default_factory=Device)
-    """Device on which programs must end."""
+    device: DeviceModel = field(default_factory=DeviceModel)
+    """DeviceModel on which programs must end."""
     host_copies: HostCopySettings | None = None
     """Settings of the copies to the host; None for no copies."""
 

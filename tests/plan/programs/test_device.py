@@ -13,7 +13,7 @@ import pytest
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import PipelineShape, Placement, result
 from deepspeed_ext.plan.programs.device import (
-    Device,
+    DeviceModel,
     Drains,
     Events,
     ExpertExchange,
@@ -31,12 +31,10 @@ from deepspeed_ext.plan.programs.lowering import (
 )
 from deepspeed_ext.plan.programs.program import (
     COMPUTES,
-    MESSAGE_CTAS,
     RECEIVES,
     SENDS,
     Instruction,
     Program,
-    communicators,
 )
 from deepspeed_ext.plan.schedules import (
     SCHEDULES,
@@ -51,8 +49,8 @@ from deepspeed_ext.plan.simulate import simulate
 from tests.strategies import WITH_MODEL_CHUNKS, random_orders
 
 SMALL = [(p, m, s) for p in (2, 3, 4) for m in (1, 2, 4, 8) for s in (1, 2, 4, 8) if p * m * s <= 32]
-HOST_FREE = Device(host_waits=False)
-HOST_FREE_COLD = Device(host_waits=False, drains=Drains.NONE, warms_up=False)
+HOST_FREE = DeviceModel(host_waits=False)
+HOST_FREE_COLD = DeviceModel(host_waits=False, drains=Drains.NONE, warms_up=False)
 
 
 def pipeline(name: str, ranks: int, micro_batches: int, token_slices: int, model_chunks: int = 2) -> PipelineShape:
@@ -90,7 +88,7 @@ def _with_early_posts(program: Program, shape: PipelineShape) -> list[Instructio
     return steps
 
 
-def is_locked(programs: list[Program], shape: PipelineShape, device: Device) -> bool:
+def is_locked(programs: list[Program], shape: PipelineShape, device: DeviceModel) -> bool:
     try:
         check_programs(programs, shape, device)
     except ScheduleDeadlock:
@@ -102,8 +100,11 @@ def is_locked(programs: list[Program], shape: PipelineShape, device: Device) -> 
     ("device", "locked"),
     [
         # A drain anywhere on one rank; connections made in mid-step while ops block their hosts, or do not.
-        (Device(host_waits=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 23}),
-        (Device(drains=Drains.NONE, warms_up=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 21}),
+        (DeviceModel(host_waits=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 23}),
+        (
+            DeviceModel(drains=Drains.NONE, warms_up=False),
+            {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 21},
+        ),
         (HOST_FREE_COLD, {"gpipe": 3, "1f1b": 3, "zero-bubble": 3, "interleaved": 3}),
     ],
     ids=["drain", "cold and blocking", "cold"],
@@ -144,31 +145,18 @@ def test_with_fewer_queues_than_streams_programs_must_end_with_every_assignment(
     shape = PipelineShape(num_stages=4, num_micro_batches=2, num_token_slices=4, num_model_chunks=2)
     programs = lower(SCHEDULES["interleaved"], shape)
     assert num_streams(shape) == 14
-    assert check_programs(programs, shape, Device(hardware_queues=14))
+    assert check_programs(programs, shape, DeviceModel(hardware_queues=14))
     assert not check_programs(programs, shape)
     for queues in (1, 13):
         line = f"14 streams share {queues} hardware queues?: set CUDA_DEVICE_MAX_CONNECTIONS=32$"
         with pytest.raises(ScheduleDeadlock, match=line):
-            check_programs(programs, shape, Device(hardware_queues=queues))
-
-
-@pytest.mark.parametrize("placement", Placement)
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_messages_hold_few_multiprocessors(placement, chunks):
-    most = 0
-    for ranks in range(2, 9):
-        shape = PipelineShape(ranks * chunks, 2, 2, chunks, placement)
-        for rank in range(ranks):
-            own = [number for channel, number in communicators(shape).items() if rank in channel[:2]]
-            assert len(set(own)) == len(own), "one message of a communicator at a time"
-            most = max(most, MESSAGE_CTAS * len(own))
-    assert most == (8 if chunks == 1 or placement is Placement.LOOPED else 16)
+            check_programs(programs, shape, DeviceModel(hardware_queues=queues))
 
 
 class Assigned(Events):
     """Events of streams that are dealt to hardware queues by a seed."""
 
-    def __init__(self, programs: list[Program], shape: PipelineShape, device: Device, seed: int) -> None:
+    def __init__(self, programs: list[Program], shape: PipelineShape, device: DeviceModel, seed: int) -> None:
         random = Random(seed)
         self._queue_of = [random.randrange(random.choice((2, 3, 6))) for _ in range(num_streams(shape))]
         super().__init__(programs, shape, device)
@@ -186,10 +174,10 @@ def test_one_queue_for_all_streams_is_the_worst_assignment():
     for seed, (_, _, shape, programs) in enumerate(drawn_programs()[::3]):
         if seed % 2:
             programs = with_early_posts(programs, shape)
-        one = is_locked(programs, shape, Device(hardware_queues=1))
+        one = is_locked(programs, shape, DeviceModel(hardware_queues=1))
         locked["one queue"] += one
         for dealing in range(2):
-            events = Assigned(programs, shape, Device(), 2 * seed + dealing)
+            events = Assigned(programs, shape, DeviceModel(), 2 * seed + dealing)
             try:
                 events.check_drains(events.levels())
             except ScheduleDeadlock:
@@ -228,10 +216,10 @@ def drawn_programs():
 
 def test_lowered_programs_end_on_any_device_or_the_setting_that_helps_is_named():
     for name, _, shape, programs in drawn_programs():
-        assumes = check_programs(programs, shape, Device(hardware_queues=32))
-        check_programs(programs, shape, Device(host_waits=False, warms_up=False))
+        assumes = check_programs(programs, shape, DeviceModel(hardware_queues=32))
+        check_programs(programs, shape, DeviceModel(host_waits=False, warms_up=False))
         try:
-            assert check_programs(programs, shape, Device(hardware_queues=1)) is assumes is False
+            assert check_programs(programs, shape, DeviceModel(hardware_queues=1)) is assumes is False
         except ScheduleDeadlock as deadlock:
             assert assumes and name in ("interleaved", "random")
             assert str(deadlock).endswith("set CUDA_DEVICE_MAX_CONNECTIONS=32")
@@ -242,23 +230,23 @@ def test_evaluations_end_with_every_assignment_of_streams(placement):
     evaluation = SimulatedSchedule(forward_order, complete=False)
     for ranks, chunks in [(2, 1), (3, 2), (4, 3)]:
         shape = PipelineShape(ranks * chunks, 3, 4, chunks, placement)
-        assert not check_lowering(evaluation, shape, Device(hardware_queues=1)).assumes_queues
+        assert not check_lowering(evaluation, shape, DeviceModel(hardware_queues=1)).assumes_queues
 
 
 def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
     locked = with_one_queue = 0
     for name, orders, shape, programs in drawn_programs():
         settled = lower(fixed(orders), shape, under_ops=False)
-        if is_locked(settled, shape, Device(drains=Drains.ALL_RANKS, hardware_queues=1)):
+        if is_locked(settled, shape, DeviceModel(drains=Drains.ALL_RANKS, hardware_queues=1)):
             assert name == "random"
             with_one_queue += 1
-        locked += is_locked(programs, shape, Device(drains=Drains.ALL_RANKS))
+        locked += is_locked(programs, shape, DeviceModel(drains=Drains.ALL_RANKS))
         # Without a drain, every schedule with a name ends with every assignment of streams.
-        assert name == "random" or not is_locked(programs, shape, Device(drains=Drains.NONE, hardware_queues=1))
+        assert name == "random" or not is_locked(programs, shape, DeviceModel(drains=Drains.NONE, hardware_queues=1))
     assert locked > 10 and with_one_queue > 1
 
 
-WAITS = Device(exchange=ExpertExchange.ALLTOALL)
+WAITS = DeviceModel(exchange=ExpertExchange.ALLTOALL)
 
 
 def test_forwards_may_drain_on_all_ranks_for_the_sizes_of_exchanges():
@@ -294,7 +282,7 @@ def test_forwards_may_drain_on_all_ranks_for_the_sizes_of_exchanges():
     assert between_ops == looped | {"1f1b": 0, "zero-bubble": 0}
 
 
-def copies_lock(copies: list[list[Program]], shape: PipelineShape, device: Device) -> bool:
+def copies_lock(copies: list[list[Program]], shape: PipelineShape, device: DeviceModel) -> bool:
     """Whether copies of a pipeline lock whose ranks of a stage meet in every op, as in exchanges for experts."""
     graphs = [Events(programs, shape, device) for programs in copies]
     ops = [
@@ -321,7 +309,7 @@ def copies_lock(copies: list[list[Program]], shape: PipelineShape, device: Devic
 
 def test_copies_that_meet_in_every_op_end_where_one_does_if_they_run_one_program():
     devices = [
-        Device(drains=drains, hardware_queues=queues)
+        DeviceModel(drains=drains, hardware_queues=queues)
         for drains, queues in product((Drains.NONE, Drains.ALL_RANKS), (None, 1))
     ]
     locked = 0
@@ -337,7 +325,7 @@ def test_copies_that_meet_in_every_op_end_where_one_does_if_they_run_one_program
 
 def test_copies_with_two_programs_may_lock_where_each_ends():
     """Programs of one order with and without messages under ops; and two orders."""
-    drains = Device(drains=Drains.ALL_RANKS)
+    drains = DeviceModel(drains=Drains.ALL_RANKS)
     shape = PipelineShape(9, 5, 1, num_model_chunks=3)
     programs, settled = (lower(interleaved, shape, under_ops=each) for each in (True, False))
     other = lower(SCHEDULES["gpipe"], shape, under_ops=False)
@@ -350,17 +338,17 @@ def test_groups_of_experts_have_streams():
     shape = PipelineShape(4, 2, 4, num_model_chunks=2)
     for exchange, line in zip(ExpertExchange, ("14 streams", "16 streams", "16 streams"), strict=True):
         with pytest.raises(ScheduleDeadlock, match=f"{line} share 2 hardware queues"):
-            check_programs(lower(interleaved, shape), shape, Device(hardware_queues=2, exchange=exchange))
+            check_programs(lower(interleaved, shape), shape, DeviceModel(hardware_queues=2, exchange=exchange))
 
 
 def test_the_first_step_is_proven_for_shared_queues_too():
     """Its program may lock where those of later steps end."""
     shape = PipelineShape(num_stages=4, num_micro_batches=1, num_token_slices=3, num_model_chunks=2)
     schedule = fixed(random_orders(shape, Random(27)))
-    check_programs(lower(schedule, shape), shape, Device(hardware_queues=1))
-    assert check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=32)).assumes_queues
+    check_programs(lower(schedule, shape), shape, DeviceModel(hardware_queues=1))
+    assert check_lowering(SimulatedSchedule.of(schedule), shape, DeviceModel(hardware_queues=32)).assumes_queues
     with pytest.raises(ScheduleDeadlock, match=r"set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
-        check_lowering(SimulatedSchedule.of(schedule), shape, Device(hardware_queues=1))
+        check_lowering(SimulatedSchedule.of(schedule), shape, DeviceModel(hardware_queues=1))
 
 
 def test_the_model_and_the_simulator_have_one_makespan():
@@ -434,6 +422,6 @@ def test_copies_have_streams_that_may_share_hardware_queues():
     shape = PipelineShape(4, 2, 4, num_model_chunks=2)
     copied = replace(SETTINGS, lengths=(2,) * 4)
     streams = num_streams(shape) + 2
-    lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=streams))
+    lower(interleaved, shape, host_copies=copied, device=DeviceModel(hardware_queues=streams))
     with pytest.raises(ScheduleDeadlock, match=f"{streams} streams share {streams - 1} hardware queues"):
-        lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=streams - 1))
+        lower(interleaved, shape, host_copies=copied, device=DeviceModel(hardware_queues=streams - 1))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs.device import Device, Events
+from deepspeed_ext.plan.programs.device import DeviceModel, Events
 from deepspeed_ext.plan.programs.lowering import lower, lowering_costs
 from deepspeed_ext.plan.programs.program import InstructionKind, Program
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
@@ -250,7 +250,7 @@ def test_programs_of_any_order(orders_and_shape, seed):
         check(programs, shape)
     # No message is delayed on the timeline that programs are lowered from.
     costs = lowering_costs(shape)
-    on_device = Events(programs, shape, Device(host_waits=False)).makespan(costs)
+    on_device = Events(programs, shape, DeviceModel(host_waits=False)).makespan(costs)
     assert on_device == pytest.approx(simulate(orders, shape, costs).makespan, abs=1e-9)
     # They end whichever rank is faster.
     Player(programs, shape).run(Random(seed))

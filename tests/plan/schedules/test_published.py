@@ -68,15 +68,6 @@ def test_balanced_token_slices_keep_more_tokens_alive(rho, peak):
     assert simulated(shape, [1.0] * 8, rho).peak_live_token_slices[0] / 8 == 1.875
 
 
-@pytest.mark.parametrize("num_token_slices, bubble, peak", [(1, 27.3, 4.0), (2, 15.8, 2.5), (4, 8.6, 1.75)])
-def test_token_slices_shrink_bubble_and_memory_at_once(num_token_slices, bubble, peak):
-    # Equal costs, 4 stages, 8 micro-batches: Seq1F1B's closed forms, arXiv 2406.03488.
-    shape = PipelineShape(4, 8, num_token_slices)
-    timeline = simulate(rank_orders(one_f_one_b, shape), shape, OpCosts.uniform(shape))
-    assert percent(timeline) == bubble
-    assert timeline.peak_live_token_slices[0] / num_token_slices == peak
-
-
 TABLE = (
     # P, M, S, attention share, then 1f1b of uniform and balanced token slices, then zero-bubble of the same.
     (4, 4, 4, 0.3, 28.5, 15.8, 19.0, 11.6),

@@ -14,9 +14,8 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak, peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.schedules import KEEPING_ALL, gpipe, rank_orders, schedule_named, zero_bubble
+from deepspeed_ext.plan.schedules import KEEPING_ALL, gpipe, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
-from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.strategies import WITH_MODEL_CHUNKS, pipelines, shapes, times
 
 positive = st.floats(0.01, 100)
@@ -122,19 +121,6 @@ def test_token_slices_shrink_the_bubble_and_1f1b_keeps_less_alive_than_gpipe(sha
         strict=True,
     )
     assert all(least <= most for least, most in pairs)
-
-
-@pytest.mark.parametrize("shape", [PipelineShape(4, 8, 4), PipelineShape(8, 8, 8), PipelineShape(8, 1, 8)])
-def test_zero_bubble_ends_before_1f1b(shape):
-    assert timeline_of("zero-bubble", shape).makespan < timeline_of("1f1b", shape).makespan
-
-
-def test_zero_bubble_of_published_size():
-    # p = 4, m = 8, s = 4: bubble 3.03 % and 7 live token slices on every rank, by a simulation independent of ours.
-    compiled = CompiledOrders.of_schedule(zero_bubble, PipelineShape(4, 8, 4))
-    simulated = compiled.simulate(OpCosts.uniform(compiled.shape, weight_gradient=1.0))
-    assert simulated.bubble_ratio == pytest.approx(3 / 99, abs=1e-9)
-    assert compiled.peak_activation() == (7 / 4,) * 4
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 6), st.sampled_from(["breadth-first", "interleaved"]))

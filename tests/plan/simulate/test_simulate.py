@@ -64,27 +64,24 @@ def test_there_and_back_needs_no_transfer_at_the_turn():
     assert [str(transfer.op) for transfer in timeline.transfers] == ["3BI0.0", "0F0.0", "1BI0.0", "2F0.0"]
 
 
-def test_a_forward_needs_the_stage_before_and_the_token_slice_before():
+@pytest.mark.parametrize(
+    ("op", "needed", "message"),
+    [
+        # A forward needs the stage before and the token slice before.
+        ("1F1.1", "0F1.1 1F1.0", "0F1.1"),
+        ("0F1.1", "0F1.0", None),
+        ("0F1.0", "", None),
+        # A backward needs its forward, the stage after and the token slice after.
+        *((f"1{kind}1.1", "1F1.1 2BI1.1 1BI1.2", "2BI1.1") for kind in ("B", "BI")),
+        *((f"2{kind}1.2", "2F1.2", None) for kind in ("B", "BI")),
+        # Weight gradients need only their input gradient.
+        ("1BW1.1", "1BI1.1", None),
+    ],
+)
+def test_results_that_an_op_needs(op: str, needed: str, message: str | None) -> None:
     shape = PipelineShape(3, 2, 3)
-    assert prerequisites(Op.parse("1F1.1"), shape) == tuple(ops("0F1.1 1F1.0"))
-    assert prerequisites(Op.parse("0F1.0"), shape) == ()
-    assert received(Op.parse("1F1.1"), shape) == Op.parse("0F1.1")
-    assert received(Op.parse("0F1.1"), shape) is None
-
-
-@pytest.mark.parametrize("kind", ["B", "BI"])
-def test_a_backward_needs_its_forward_the_stage_after_and_the_token_slice_after(kind):
-    shape = PipelineShape(3, 2, 3)
-    assert prerequisites(Op.parse(f"1{kind}1.1"), shape) == tuple(ops("1F1.1 2BI1.1 1BI1.2"))
-    assert prerequisites(Op.parse(f"2{kind}1.2"), shape) == tuple(ops("2F1.2"))
-    assert received(Op.parse(f"1{kind}1.1"), shape) == Op.parse("2BI1.1")
-    assert received(Op.parse(f"2{kind}1.2"), shape) is None
-
-
-def test_weight_gradients_need_only_their_input_gradient():
-    shape = PipelineShape(3, 2, 3)
-    assert prerequisites(Op.parse("1BW1.1"), shape) == (Op.parse("1BI1.1"),)
-    assert received(Op.parse("1BW1.1"), shape) is None
+    assert prerequisites(Op.parse(op), shape) == tuple(ops(needed))
+    assert received(Op.parse(op), shape) == (message and Op.parse(message))
 
 
 def test_results_and_their_readers():
