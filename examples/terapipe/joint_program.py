@@ -24,10 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.simulate.arrays import compiled
+from deepspeed_ext.plan.simulate.arrays import Numbers, compiled
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts
-from deepspeed_ext.plan.solve.problem import Numbers
 
 MOST_POINTS = 1024
 """Places where a sequence may be cut: each micro-batch size has tables of this squared."""

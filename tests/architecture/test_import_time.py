@@ -34,8 +34,8 @@ LIGHT = (
     "pretrain_gpt",
 )
 """Modules, each with all in it."""
-SOLVERS = ("deepspeed_ext.plan.solve",)
-"""Those among them that compile kernels, and are imported only where something is to be solved."""
+SOLVERS = (*("deepspeed_ext.plan.solve", "deepspeed_ext.plan.simulate.compiled", "deepspeed_ext.plan.simulate.arrays"),)
+"""Light packages' modules that compile kernels: imported only where something is solved, or simulated many times."""
 
 
 def light_modules() -> list[str]:

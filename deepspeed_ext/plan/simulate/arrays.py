@@ -2,26 +2,21 @@
 
 Ops are numbers in the order in which ranks run them. A result has the number unit + units x kind, where units count
 stages, micro-batches and token slices; where it arrives on another rank it has one more number, after all those.
-Functions import numpy when they are called, so that the modules that import this one load at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, TimedCopy
 
-if TYPE_CHECKING:
-    from numpy import ndarray
-
-    Numbers = ndarray[Any, Any]
-
-Array = Any
-"""A numpy array. This file imports numpy only within functions, so that it loads at once."""
+Numbers = np.ndarray[Any, Any]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -33,25 +28,25 @@ OFFLOADED, FETCHED, DROPPED = range(3)
 
 
 def simulate_ops(
-    bounds: Array,
-    needs: Array,
-    gives: Array,
-    arrives: Array,
-    targets: Array,
-    channels: Array,
-    durations: Array,
-    sending: Array,
-    latency: Array,
-    posts: Array,
-    posted: Array,
-    copying: Array,
-    back: Array,
-    ready: Array,
-    free: Array,
-    lanes: Array,
-    copied: Array,
-    starts: Array,
-    ends: Array,
+    bounds: Numbers,
+    needs: Numbers,
+    gives: Numbers,
+    arrives: Numbers,
+    targets: Numbers,
+    channels: Numbers,
+    durations: Numbers,
+    sending: Numbers,
+    latency: Numbers,
+    posts: Numbers,
+    posted: Numbers,
+    copying: Numbers,
+    back: Numbers,
+    ready: Numbers,
+    free: Numbers,
+    lanes: Numbers,
+    copied: Numbers,
+    starts: Numbers,
+    ends: Numbers,
 ) -> int:
     """Simulate all ops of all ranks; a rank that must wait is resumed when the result that it waits for is there.
 
@@ -171,16 +166,14 @@ CODE = {kind: code for code, kind in enumerate(KINDS)}
 class OpColumns:
     """Ops in columns, rank after rank; [N] each."""
 
-    kind: "Numbers"
-    stage: "Numbers"
-    micro_batch: "Numbers"
-    token_slice: "Numbers"
+    kind: Numbers
+    stage: Numbers
+    micro_batch: Numbers
+    token_slice: Numbers
 
     @classmethod
     def of(cls, order: Sequence[Op]) -> "OpColumns":
         """The columns of some ops."""
-        import numpy as np
-
         kinds, *indices = list(zip(*order, strict=True)) or [()] * 4
         kind = np.fromiter(map(CODE.__getitem__, kinds), np.int8, len(order))
         return cls(kind, *(np.array(index, np.int32) for index in indices))
@@ -188,8 +181,6 @@ class OpColumns:
     @classmethod
     def joined(cls, parts: Sequence["OpColumns"]) -> "OpColumns":
         """The columns of one rank after the other."""
-        import numpy as np
-
         names = [field.name for field in fields(cls)]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -199,7 +190,7 @@ class OpColumns:
         indices = (column[first:last].tolist() for column in columns)
         return list(map(Op, map(KINDS.__getitem__, self.kind[first:last].tolist()), *indices))
 
-    def units(self, shape: PipelineShape) -> "Numbers":
+    def units(self, shape: PipelineShape) -> Numbers:
         """Return the number of each op's token slice, of one micro-batch on one stage: [ops]."""
         return _unit(self.stage, self.micro_batch, self.token_slice, shape)
 
@@ -208,14 +199,14 @@ class OpColumns:
 class Wiring:
     """Arguments of `simulate_ops` by their names, and indices of the times that it needs."""
 
-    needs: "Numbers"
-    gives: "Numbers"
-    arrives: "Numbers"
-    targets: "Numbers"
-    channels: "Numbers"
-    op_costs: "Numbers"
+    needs: Numbers
+    gives: Numbers
+    arrives: Numbers
+    targets: Numbers
+    channels: Numbers
+    op_costs: Numbers
     """[N] where the op's time is in a table by kind, stage and token slice."""
-    message_costs: "Numbers"
+    message_costs: Numbers
     """[N] where the times of its message are in tables by boundary and token slice."""
     num_results: int
     """Results of all ops, each counted where it is made and where it arrives."""
@@ -223,10 +214,8 @@ class Wiring:
     """Channels, with one for results that stay on their rank."""
 
 
-def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
+def fits(bounds: Numbers, columns: OpColumns, shape: PipelineShape) -> bool:
     """Whether every op is inside the shape, on its own rank, and there once, whole or in part; bounds [ranks + 1]."""
-    import numpy as np
-
     if len(bounds) != shape.num_ranks + 1:
         return False
     extents = (shape.num_stages, shape.num_micro_batches, shape.num_token_slices)
@@ -246,8 +235,6 @@ def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
 
 def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
     """Look up in the table of dependencies the results that each op waits for, and the target of its own."""
-    import numpy as np
-
     num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
     given = np.array([CODE[result(Op(kind, 0, 0, 0)).kind] for kind in KINDS])
     gives = given[columns.kind] * (num_made // len(KINDS)) + columns.units(shape)
@@ -267,10 +254,8 @@ def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
     )
 
 
-def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> "Numbers":
+def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> Numbers:
     """[N, K] numbers of results."""
-    import numpy as np
-
     ranks = ranks_of_stages(shape)
     needs = np.full((len(columns.kind), max(len(reads_of(kind)) for kind in KINDS)), NOTHING, np.int64)
     for kind in KINDS:
@@ -288,20 +273,18 @@ def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> "Numbers"
 class Ways(NamedTuple):
     """Ways of the result of each kind of op on each stage; [4 kinds, N stages] each."""
 
-    readers: "Numbers"
+    readers: Numbers
     """The stage that reads it; NOTHING if none does."""
-    targets: "Numbers"
+    targets: Numbers
     """The rank it is sent to; NOTHING if it stays."""
-    channels: "Numbers"
+    channels: Numbers
     """The channel it takes; results that stay on their rank have channels of their own."""
-    boundaries: "Numbers"
+    boundaries: Numbers
     """The stage boundary it crosses; 0 if none."""
 
 
 def ways_of(shape: PipelineShape) -> Ways:
     """Return the ways of all results."""
-    import numpy as np
-
     rows = []
     numbers: dict[tuple[int, int, OpKind], int] = {}
     for op in (Op(kind, stage, 0, 0) for kind in KINDS for stage in range(shape.num_stages)):
@@ -313,13 +296,11 @@ def ways_of(shape: PipelineShape) -> Ways:
     return Ways(*np.array(rows).T.reshape(4, len(KINDS), shape.num_stages).copy())
 
 
-def message_times(costs: OpCosts, shape: PipelineShape) -> "tuple[Numbers, Numbers]":
+def message_times(costs: OpCosts, shape: PipelineShape) -> tuple[Numbers, Numbers]:
     """Return the times that messages keep their channel busy, and their latencies: [boundaries, token slices] each.
 
     There is at least one boundary, for results that stay where they are.
     """
-    import numpy as np
-
     sending, latency = np.zeros((2, max(shape.last_stage, 1), shape.num_token_slices))
     for boundary in range(shape.last_stage):
         sending[boundary] = [costs.sending_time(boundary, each) for each in range(shape.num_token_slices)]
@@ -327,14 +308,12 @@ def message_times(costs: OpCosts, shape: PipelineShape) -> "tuple[Numbers, Numbe
     return sending, latency
 
 
-def ranks_of_stages(shape: PipelineShape) -> "Numbers":
+def ranks_of_stages(shape: PipelineShape) -> Numbers:
     """Return the rank that each stage is on: [stages]."""
-    import numpy as np
-
     return np.array([shape.rank_of(stage) for stage in range(shape.num_stages)])
 
 
-def _unit(stage: "Numbers", micro_batch: "Numbers", token_slice: "Numbers", shape: PipelineShape) -> "Numbers":
+def _unit(stage: Numbers, micro_batch: Numbers, token_slice: Numbers, shape: PipelineShape) -> Numbers:
     unit: Numbers = (stage.astype("int64") * shape.num_micro_batches + micro_batch) * shape.num_token_slices
     return unit + token_slice
 
@@ -343,16 +322,14 @@ def _unit(stage: "Numbers", micro_batch: "Numbers", token_slice: "Numbers", shap
 class CopyEvents:
     """Arguments of `simulate_ops` by their names. Copies are numbered rank by rank."""
 
-    posts: "Numbers"
-    posted: "Numbers"
-    copying: "Numbers"
-    back: "Numbers"
+    posts: Numbers
+    posted: Numbers
+    copying: Numbers
+    back: Numbers
 
     @classmethod
-    def of(cls, plan: HostCopyPlan | None, bounds: "Numbers") -> "CopyEvents":
+    def of(cls, plan: HostCopyPlan | None, bounds: Numbers) -> "CopyEvents":
         """Number the copies of a plan; bounds [ranks + 1] of the rows of ops."""
-        import numpy as np
-
         num_ops = int(bounds[-1])
         back = np.full(num_ops, NOTHING, np.int32)
         sizes: list[float] = []
@@ -380,7 +357,7 @@ class CopyEvents:
         """Copies of all ranks."""
         return len(self.copying) // 2
 
-    def timed(self, plan: HostCopyPlan | None, copied: "Numbers") -> Iterator[TimedCopy]:
+    def timed(self, plan: HostCopyPlan | None, copied: Numbers) -> Iterator[TimedCopy]:
         """Yield the copies that have run, by rank and start, from their times [3 * copies]."""
         if plan is None:
             return

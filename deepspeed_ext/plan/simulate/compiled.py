@@ -3,14 +3,15 @@
     orders --CompiledOrders.of--> arrays --simulate(costs)--> SimulatedOrders: starts, ends, makespan, bubble
                                      '----simulate(other costs)--> ...
 
-numpy and numba are imported when they are first needed.
+numba is imported when it is first needed.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import token_lengths
@@ -20,6 +21,7 @@ from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate.arrays import (
     KINDS,
     CopyEvents,
+    Numbers,
     OpColumns,
     Wiring,
     compiled_loop,
@@ -30,18 +32,15 @@ from deepspeed_ext.plan.simulate.arrays import (
 from deepspeed_ext.plan.simulate.plain import STEP_PARTS, check_complete, check_orders, simulate
 from deepspeed_ext.plan.timeline import Span, Timeline
 
-if TYPE_CHECKING:
-    from deepspeed_ext.plan.simulate.arrays import Numbers
-
 
 @dataclass(frozen=True)
 class SimulatedOrders:
     """When each op of compiled orders ran."""
 
     compiled: "CompiledOrders"
-    starts: "Numbers"
+    starts: Numbers
     """[N] start of each op, rank after rank."""
-    ends: "Numbers"
+    ends: Numbers
     """[N] end of each op."""
     host_copies: tuple[TimedCopy, ...] = ()
     """Copies to the host and back, by rank and start."""
@@ -78,7 +77,7 @@ class CompiledOrders:
     """Op orders of all ranks as arrays, one after the other; N ops. Make them with `of`."""
 
     shape: PipelineShape
-    bounds: "Numbers"
+    bounds: Numbers
     """[R + 1] where the ops of each rank begin and end."""
     columns: OpColumns
     wiring: Wiring
@@ -91,8 +90,6 @@ class CompiledOrders:
         Args:
             orders: op order of each rank. Only one is needed at a time, so they may be generated on the way.
         """
-        import numpy as np
-
         ranks = list(map(OpColumns.of, orders))
         bounds = np.cumsum([0, *(len(rank.kind) for rank in ranks)])
         columns = OpColumns.joined(ranks)
@@ -116,8 +113,6 @@ class CompiledOrders:
 
     def check_complete(self) -> None:
         """Check that all ops of a training step are there."""
-        import numpy as np
-
         units = self.shape.num_stages * self.shape.num_micro_batches * self.shape.num_token_slices
         counts = np.bincount(self.columns.kind, minlength=len(KINDS))
         computed = Counter[OpKind]()
@@ -130,8 +125,6 @@ class CompiledOrders:
 
     def simulate(self, costs: OpCosts, host_copies: HostCopyPlan | None = None) -> SimulatedOrders:
         """Simulate: the times equal `simulate.simulate`'s to the last bit."""
-        import numpy as np
-
         num_ops = int(self.bounds[-1])
         starts, ends = np.zeros(num_ops), np.zeros(num_ops)
         wiring = self.wiring
@@ -164,8 +157,6 @@ class CompiledOrders:
 
     def peak_activation(self, lengths: Sequence[float] | None = None) -> tuple[float, ...]:
         """Per rank its peak of activations, equal to `memory.peak_activation`; it needs no costs."""
-        import numpy as np
-
         lengths = token_lengths(lengths, self.shape)
         signs = np.array([LIVE_CHANGE[kind] for kind in KINDS])
         changes = signs[self.columns.kind] * np.array(lengths)[self.columns.token_slice]
@@ -174,9 +165,7 @@ class CompiledOrders:
         peaks = (np.cumsum(changes[first:last]).max(initial=0) for first, last in pairwise(bounds))
         return tuple(float(peak / whole) for peak in peaks)
 
-    def _times(self, costs: OpCosts) -> "dict[str, Numbers]":
-        import numpy as np
-
+    def _times(self, costs: OpCosts) -> dict[str, Numbers]:
         durations = np.zeros((len(KINDS), self.shape.num_stages, self.shape.num_token_slices))
         for code in np.flatnonzero(np.bincount(self.columns.kind)).tolist():
             durations[code] = costs.durations(KINDS[code])

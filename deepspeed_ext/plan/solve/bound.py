@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepspeed_ext.plan.simulate.arrays import Numbers
 from deepspeed_ext.plan.solve.problem import (
     FORWARD,
     INPUT_GRADIENT,
     RESULTS,
     ROUNDING,
     WEIGHT_GRADIENT,
-    Numbers,
     SchedulingProblem,
 )
 

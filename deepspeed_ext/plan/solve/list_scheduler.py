@@ -37,13 +37,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.simulate.arrays import compiled
+from deepspeed_ext.plan.simulate.arrays import Numbers, compiled
 from deepspeed_ext.plan.solve.problem import (
     ROUNDING,
     UNKNOWN,
     DataFlow,
     NumberedOrders,
-    Numbers,
     SchedulingProblem,
     Tables,
     available_at,

@@ -38,6 +38,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, parts
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
+from deepspeed_ext.plan.simulate.arrays import Numbers
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, anneal, list_schedule
@@ -46,7 +47,6 @@ from deepspeed_ext.plan.solve.problem import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     NumberedOrders,
-    Numbers,
     SchedulingProblem,
     keeps_limit,
     replay,

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numba import njit
@@ -20,9 +20,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reads_of, result
 from deepspeed_ext.plan.simulate import arrays
-from deepspeed_ext.plan.simulate.arrays import OpColumns, compiled
-
-Numbers = np.ndarray[Any, Any]
+from deepspeed_ext.plan.simulate.arrays import Numbers, OpColumns, compiled
 
 KINDS = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT, OpKind.BACKWARD)
 """Kinds of ops by their numbers."""

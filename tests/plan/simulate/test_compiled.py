@@ -68,6 +68,6 @@ def test_deadlocks_are_explained_as_the_plain_simulator_does():
         compiled.simulate(OpCosts.uniform(SHAPE))
 
 
-def test_neither_numpy_nor_numba_is_loaded_before_it_is_needed():
-    program = "import sys, deepspeed_ext.plan.simulate.compiled; sys.exit(bool({'numpy', 'numba'} & set(sys.modules)))"
+def test_numba_is_not_loaded_before_it_is_needed():
+    program = "import sys, deepspeed_ext.plan.simulate.compiled; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
