@@ -63,14 +63,17 @@ def test_ranks_with_the_same_weights_are_the_replicas_of_deepspeed(layout: Paral
         assert len(places) == 1, "of one stage and tensor-parallel rank"
 
 
-@pytest.mark.parametrize(("rank", "name"), [(0, "model_00"), (1, "model_01"), (11, "model_02")])
-def test_names_of_layer_files_have_no_token_part(rank: int, name: str) -> None:
-    # DeepSpeed finds layer files by this pattern; `layer_00-token_00-model_00` would hide them.
-    assert TokenSliceTopology(LAYOUT).get_rank_repr(rank) == name
-
-
-def test_other_axes_can_still_be_named() -> None:
-    assert TokenSliceTopology(LAYOUT).get_rank_repr(11, omit_axes=["data"]) == "pipe_01-token_00-model_02"
+@pytest.mark.parametrize(
+    ("rank", "axes", "name"),
+    [
+        # DeepSpeed finds layer files by this pattern; `layer_00-token_00-model_00` would hide them.
+        (0, {}, "model_00"),
+        (11, {}, "model_02"),
+        (11, {"omit_axes": ["data"]}, "pipe_01-token_00-model_02"),
+    ],
+)
+def test_names_of_layer_files_have_no_token_part(rank: int, axes: dict[str, list[str]], name: str) -> None:
+    assert TokenSliceTopology(LAYOUT).get_rank_repr(rank, **axes) == name
 
 
 def counted_calls(rank: int, splits: bool) -> Counter[str]:

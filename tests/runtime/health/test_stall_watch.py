@@ -111,15 +111,6 @@ def test_a_rank_that_proceeds_in_time_continues(tmp_path: Path) -> None:
         assert not any(rank.lines or rank.ended.is_set() for rank in both)
 
 
-def test_a_rank_without_a_sign_of_life_is_named(tmp_path: Path) -> None:
-    """Rank 1 has no watch: its process was stopped before it began."""
-    alone = Rank(0, dist.HashStore(), tmp_path)
-    with alone.ledger.phase("building the engine"):
-        until(alone.ended.is_set)
-    assert "rank 1 blocks the run: it gives no sign of life; rank 0 is at 'building the engine' since" in alone.lines[0]
-    alone.watch.end()
-
-
 def test_a_rank_that_is_not_done_is_named(tmp_path: Path) -> None:
     with ranks(tmp_path) as both:
         for rank in both:
@@ -129,12 +120,21 @@ def test_a_rank_that_is_not_done_is_named(tmp_path: Path) -> None:
     assert f"rank 2 (host {HOST}) blocks the run: it gives no sign of life; rank 0 is at '" in both[0].lines[0]
 
 
-def test_the_line_is_printed_where_no_ledger_can_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        # Rank 1 has no watch: its process was stopped before it began.
+        ("ledgers", "rank 1 blocks the run: it gives no sign of life; rank 0 is at 'building the engine' since"),
+        ("file", "ledgers cannot be written to {} (File exists)"),
+    ],
+)
+def test_a_rank_that_is_left_over_names_the_other(tmp_path: Path, folder: str, words: str) -> None:
     (tmp_path / "file").touch()
-    alone = Rank(0, dist.HashStore(), tmp_path / "file")
-    until(alone.ended.is_set)
-    assert f"ledgers cannot be written to {tmp_path / 'file'} (File exists)" in alone.lines[0]
-    alone.watch.end()
+    left = Rank(0, dist.HashStore(), tmp_path / folder)
+    with left.ledger.phase("building the engine"):
+        until(left.ended.is_set)
+    assert words.format(tmp_path / folder) in left.lines[0]
+    left.watch.end()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
