@@ -1,106 +1,22 @@
-"""Ranks that share the tokens of every token slice: gradients, batch sizes, data, messages and refusals."""
+"""Ranks that share the tokens of every token slice: batch sizes, data, messages and refusals.
+
+The ladders have their losses and gradients.
+"""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
-from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import for_deepspeed
-from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, split_along_sequence
-from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.distributed import run_distributed
-from tests.runtime import models
-from tests.runtime.reference import relative_error
-from tests.runtime.training import ROWS, Setup, as_numpy, batches_of, build, feed
+from tests.runtime.training import ROWS, Setup, batches_of, build, feed
 
 CUT = (12, 2, 4, 6)
-STARTS = ((0, 5, 13), (0, 10))
-IGNORED = 7
-WHOLE, SHARED = Setup(cut=CUT, dtype="fp64"), Setup(pp=2, sp=2, cut=CUT, dtype="fp64", recompute=1)
-
-
-class Embedding(models.Embedding):
-    """Positions restart with documents, and elements are dropped by their place."""
-
-    def forward(self, tokens: Tensor, past: Past) -> Tensor:
-        positions = past.positions(tokens.shape[1])
-        hidden = F.embedding(tokens, self.weight) + self.position[positions]
-        return past.dropout(hidden, 0.2, site=1)
-
-
-class Block(models.Block):
-    """Attention in a window, with dropout, of a number of key heads."""
-
-    def __init__(self, window: int | None, groups: int) -> None:
-        super().__init__()
-        self.groups, self.window = groups, window
-        self.qkv = nn.Linear(models.HIDDEN, models.HIDDEN + 2 * groups * (models.HIDDEN // models.HEADS))
-
-    def forward(self, hidden: Tensor, past: Past) -> Tensor:
-        heads = self.qkv(self.norm(hidden)).unflatten(-1, (-1, models.HIDDEN // models.HEADS))
-        parts = heads.split([models.HEADS, self.groups, self.groups], dim=2)
-        attended = past.attend(*parts, window=self.window, dropout=0.1).flatten(2)
-        hidden = hidden + past.dropout(self.out(attended), 0.2, site=1)
-        return hidden + self.mlp(hidden)
-
-
-def layers() -> list[LayerSpec]:
-    kinds = ((None, 1), (5, 2), (None, 4))
-    return [
-        LayerSpec(Embedding),
-        *(LayerSpec(Block, *each) for each in kinds),
-        LayerSpec(nn.Linear, models.HIDDEN, models.VOCAB),
-    ]
-
-
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def num_labelled(batch: Any) -> int:
-    return int((batch[1] != IGNORED).sum())
-
-
-def split(batch: Any, token_slices: Any) -> list[TokenSliceBatch]:
-    return [
-        TokenSliceBatch(part.inputs, part.labels, 1 / num_labelled(batch))
-        for part in split_along_sequence(batch, token_slices)
-    ]
-
-
-def engine_of(setup: Setup, **keywords: Any) -> TokenSlicePipelineEngine:
-    keywords |= {"loss_fn": summed_loss, "split_batch": split, "documents": lambda batch: Documents(STARTS)}
-    return build(setup, layers=layers(), **keywords)
-
-
-Step = tuple[float, float, dict[str, np.ndarray]]
-"""Loss, number of its tokens, and gradients."""
-Found = list[tuple[dict[str, Any], list[Step]]]
-"""By rank."""
-
-
-def _gradients(setup: Setup, loss_tokens: Any) -> Step:
-    engine = engine_of(setup, loss_tokens=loss_tokens)
-    loss = engine.train_batch(feed(engine, setup)).item()
-    seen = engine.optimizer.seen
-    tokens = engine.num_loss_tokens()
-    return loss, tokens, {name: as_numpy(seen[p]) for name, p in engine.module.named_parameters() if p in seen}
-
-
-def _both_gradients(setup: Setup) -> list[Step]:
-    """Those of the mean over micro-batches, and of the mean over tokens."""
-    return [_gradients(setup, loss_tokens) for loss_tokens in (None, num_labelled)]
-
-
 FACTS = Setup(dp=2, sp=2, cut=CUT, micro_batches=3)
 
 
@@ -135,31 +51,9 @@ def _facts() -> dict[str, Any]:
     return found
 
 
-def _everything() -> tuple[dict[str, Any], list[Step]]:
-    return _facts(), _both_gradients(SHARED)
-
-
 @pytest.fixture(scope="module")
-def found_by_rank() -> Found:
-    return run_distributed(_everything, 4)
-
-
-@pytest.fixture(scope="module")
-def facts(found_by_rank: Found) -> list[dict[str, Any]]:
-    return [facts for facts, _ in found_by_rank]
-
-
-def test_dropout_documents_windows_and_weights_of_the_loss_are_those_of_one_rank(found_by_rank: Found) -> None:
-    (whole,) = run_distributed(_both_gradients, 1, WHOLE)
-    for kind, (expected_loss, expected_tokens, expected) in enumerate(whole):
-        found: dict[str, np.ndarray] = {}
-        for _, gradients in found_by_rank:
-            loss, tokens, of_rank = gradients[kind]
-            assert loss == pytest.approx(expected_loss, rel=1e-12)
-            assert tokens == expected_tokens
-            found |= of_rank
-        assert found.keys() == expected.keys()
-        assert max(relative_error(found[name], expected[name]) for name in expected) <= 1e-12
+def facts() -> list[dict[str, Any]]:
+    return run_distributed(_facts, 4)
 
 
 MICRO, COUNT = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
