@@ -49,15 +49,13 @@ class TransferCosts:
                     f"costs['transfer'] has the unknown field {name!r}: the fields are {', '.join(_FIELDS)}"
                 )
 
-        def numbers(name: str, count: int, unit: str) -> tuple[float, ...]:
-            entries = fields[name] if isinstance(fields[name], list) else [fields[name]] * count
-            place = f"costs['transfer'][{name!r}]"
-            if len(entries) != count:
-                raise PlanError(f"{place} has {len(entries)} entries for {count}: give one, or one for each {unit}")
-            return tuple(at_least_zero(entry, place, "cannot be") for entry in entries)
-
-        latency, bandwidth = (numbers(name, shape.last_stage, "stage boundary") for name in _FIELDS[:2])
-        costs = cls(latency, bandwidth, numbers("bytes", shape.num_token_slices, "token slice"))
+        counts = [(shape.last_stage, "stage boundaries")] * 2 + [(shape.num_token_slices, "token slices")]
+        costs = cls(
+            *(
+                numbers(fields[name], *of, f"costs['transfer'][{name!r}]", "cannot be")
+                for name, of in zip(_FIELDS, counts, strict=True)
+            )
+        )
         if not all(costs.bandwidth):
             raise PlanError("costs['transfer']['bandwidth'] is 0, and nothing would arrive: give more than 0")
         return costs
@@ -68,6 +66,14 @@ def at_least_zero(value: object, place: str, why_not: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise PlanError(f"{place} has the entry {value!r}, which {why_not}: give finite numbers >= 0")
     return float(value)
+
+
+def numbers(value: object, count: int, things: str, place: str, why_not: str) -> tuple[float, ...]:
+    """Return a number of a file for each of some things: as listed there, or one number for all."""
+    entries = value if isinstance(value, list) else [value] * count
+    if len(entries) != count:
+        raise PlanError(f"{place} has {len(entries)} entries for {count} {things}: give one number, or one for each")
+    return tuple(at_least_zero(entry, place, why_not) for entry in entries)
 
 
 def _time(value: object, name: str) -> float:

@@ -144,19 +144,6 @@ def gaps(timeline: Timeline) -> list[list[Gap]]:
     return found
 
 
-def rank_times(timeline: Timeline, of_ranks: Sequence[Sequence[Gap]]) -> list[RankTime]:
-    """Return the times of each rank, its gaps added up."""
-    return [
-        RankTime(
-            busy,
-            sum(gap.dependency for gap in row) + timeline.end - (spans[-1].end if spans else timeline.start),
-            sum(gap.beyond for gap in row if gap.waited),
-            sum(gap.beyond for gap in row if not gap.waited),
-        )
-        for busy, spans, row in zip(timeline.busy, timeline.spans, of_ranks, strict=True)
-    ]
-
-
 _Key = TypeVar("_Key")
 
 
@@ -186,15 +173,12 @@ class Comparison:
     def __post_init__(self) -> None:
         if not self.steps:
             raise PlanError("no measured step to compare: give at least one")
-        first, *others = self.steps
-        for number, other in enumerate(others, start=1):
-            if other.shape != first.shape or other.unit != first.unit:
-                raise PlanError(
-                    f"step {number} has the shape {other.shape} in {other.unit!r}, and the first {first.shape} in "
-                    f"{first.unit!r}: compare steps of one run"
-                )
-            if executed_order(other) != executed_order(first):
-                raise PlanError(f"step {number} ran its ops in another order than the first: compare steps of one run")
+        first, *others = ((step.shape, step.unit, executed_order(step)) for step in self.steps)
+        different = next((number for number, other in enumerate(others, start=1) if other != first), None)
+        if different is not None:
+            raise PlanError(
+                f"step {different} differs from the first in its shape, unit or order of ops: compare steps of one run"
+            )
 
     @cached_property
     def measured(self) -> Timeline:
@@ -269,8 +253,17 @@ class Comparison:
 
     @cached_property
     def rank_times(self) -> list[RankTime]:
-        """Parts of the time of each rank in the shown step."""
-        return rank_times(self.measured, self.gaps)
+        """Parts of the time of each rank in the shown step: its gaps added up."""
+        measured = self.measured
+        return [
+            RankTime(
+                busy,
+                sum(gap.dependency for gap in row) + measured.end - (spans[-1].end if spans else measured.start),
+                sum(gap.beyond for gap in row if gap.waited),
+                sum(gap.beyond for gap in row if not gap.waited),
+            )
+            for busy, spans, row in zip(measured.busy, measured.spans, self.gaps, strict=True)
+        ]
 
     def mean_times(self) -> dict[OpKind, tuple[float, float]]:
         """Mean time of an op by kind: over the measured steps, and in the simulation."""

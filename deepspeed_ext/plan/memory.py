@@ -29,7 +29,7 @@ from itertools import accumulate, groupby, pairwise
 from math import inf
 from operator import itemgetter
 
-from deepspeed_ext.plan.costs import at_least_zero
+from deepspeed_ext.plan.costs import at_least_zero, numbers
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
@@ -101,15 +101,7 @@ class TokenBytes:
             return at_least_zero(value, f"sizes[{name!r}]", "is not a size")
 
         def by_stage(name: str) -> tuple[float, ...]:
-            entries = fields.get(name, 0.0)
-            if not isinstance(entries, list):
-                entries = [entries] * shape.num_stages
-            if len(entries) != shape.num_stages:
-                raise PlanError(
-                    f"sizes[{name!r}] has {len(entries)} entries for {shape.num_stages} stages: give one number, or as "
-                    "many"
-                )
-            return tuple(size(entry, name) for entry in entries)
+            return numbers(fields.get(name, 0.0), shape.num_stages, "stages", f"sizes[{name!r}]", "is not a size")
 
         activation, key_value, key_value_gradient = (by_stage(name) for name in _FIELDS[:3])
         logits, freed = (size(fields.get(name, 0.0), name) for name in _FIELDS[3:5])

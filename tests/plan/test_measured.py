@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.command import main
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.measured import Comparison, Gap, RankTime, StepRecord, gaps, measured_costs, rank_times
+from deepspeed_ext.plan.measured import Comparison, Gap, RankTime, StepRecord, gaps, measured_costs
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
@@ -101,7 +101,7 @@ def test_the_time_of_a_rank_adds_up(step, later):
 
     first, *others = timeline.spans
     moved = replace(timeline, spans=(after(first, 3), *(after(row, 3 + later) for row in others)))
-    for spent in rank_times(moved, gaps(moved)):
+    for spent in Comparison((moved,)).rank_times:
         total = spent.busy + spent.dependency + spent.transfer + spent.host_overhead
         assert total == pytest.approx(moved.makespan)
         assert min(spent.dependency, spent.transfer, spent.host_overhead) >= -1e-9
@@ -111,7 +111,7 @@ def test_transfer_and_overhead_are_estimated_and_close_the_gap():
     comparison = Comparison((LATE,))
     found = gaps(LATE)
     assert found == [[Gap(0.0, 0.0, False), Gap(6.0, 1.0, True)], [Gap(2.0, 0.5, True), Gap(0.0, 0.25, False)]]
-    assert rank_times(LATE, found) == [RankTime(5.0, 6.0, 1.0, 0.0), RankTime(5.25, 6.0, 0.5, 0.25)]
+    assert comparison.rank_times == [RankTime(5.0, 6.0, 1.0, 0.0), RankTime(5.25, 6.0, 0.5, 0.25)]
     (forward, backward) = comparison.mean_times().items()
     assert forward == (OpKind.FORWARD, (2.0, 2.0)) and backward == (OpKind.BACKWARD, (3.125, 3.125))
     assert comparison.simulated.makespan == 10.25  # 2 + 2 + 3.25 + 3

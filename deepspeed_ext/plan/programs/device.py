@@ -25,8 +25,7 @@ copies of a pipeline. An op then also needs the events that the same op of anoth
 the numbers of the copies, a circle through exchanges is a circle of one copy. So the graph of one pipeline is enough,
 as long as all copies run one program (ADR 47).
 
-Two checks need no such model: both ends of a channel name the same messages in the same order; and the inputs
-of an op are on its device, while host copies of a tensor are offload, drop and fetch, once each.
+One check needs no such model: both ends of a channel name the same messages in the same order.
 """
 
 from collections import defaultdict
@@ -35,25 +34,21 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
+from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, prerequisites, reader_of, reading_stage, result
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import (
     COMPLETES,
     COMPUTES,
     DROPS,
-    FETCHES,
     HOST_COPIES,
     OFFLOADS,
     RECEIVES,
     SENDS,
     Channel,
-    Content,
     Instruction,
     InstructionKind,
     Program,
     communicators,
-    content_of,
     message_of,
     warm_up_order,
 )
@@ -79,47 +74,6 @@ def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
                 f"rank {channel.source} sends {messages} to rank {channel.target}, which receives {receives}: "
                 "both ends of a channel must keep one order"
             )
-
-
-def check_host_copies(programs: Sequence[Program], shape: PipelineShape, settings: HostCopySettings) -> None:
-    """Check that the inputs of each op are on its device, and that each copy is of a tensor that exists."""
-    settings = settings.fitting(shape)
-    before = {OFFLOADS: None, DROPS: OFFLOADS, FETCHES: DROPS}
-    for program in programs:
-        # The last that was done with a thing, and the token slices of a micro-batch on a stage that are dropped.
-        done: dict[tuple[Content, int, int, int], frozenset[InstructionKind]] = {}
-        away: dict[tuple[Content, int, int], set[int]] = defaultdict(set)
-        for instruction in program.instructions:
-            _, stage, micro_batch, token_slice, _ = instruction
-            if instruction.kind in HOST_COPIES:
-                content = content_of(instruction.kind)
-                kinds = next(kinds for kinds in before if instruction.kind in kinds)
-                if done.get((content, stage, micro_batch, token_slice)) is not before[kinds]:
-                    raise PlanError(
-                        f"'{instruction}' of rank {program.rank} is out of order: offload, drop and fetch "
-                        f"{_name(content, stage, micro_batch, token_slice)} once each, one after the other"
-                    )
-                done[content, stage, micro_batch, token_slice] = kinds
-                if kinds is DROPS:
-                    away[content, stage, micro_batch].add(token_slice)
-                elif kinds is FETCHES:
-                    away[content, stage, micro_batch].remove(token_slice)
-            elif instruction.kind in COMPUTES and instruction.kind is not InstructionKind.WEIGHT_GRADIENT:
-                # A weight gradient reads tensors that its input gradient has kept.
-                for content in Content:
-                    for each in away[content, stage, micro_batch]:
-                        if each <= token_slice <= settings.last_reader(content, stage, each):
-                            raise PlanError(
-                                f"'{instruction}' of rank {program.rank} reads "
-                                f"{_name(content, stage, micro_batch, each)}, not on its device: fetch it before"
-                            )
-        for thing, kinds in done.items():
-            if kinds is not FETCHES:
-                raise PlanError(f"rank {program.rank} leaves {_name(*thing)} on the host: fetch it before its backward")
-
-
-def _name(content: Content, *unit: int) -> str:
-    return f"the {content.value} of {Op(OpKind.FORWARD, *unit)}"
 
 
 COMPUTE_STREAM = 0

@@ -33,7 +33,17 @@ from typing import NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.programs.program import (
+    COMPUTES,
+    DROPS,
+    FETCHES,
+    HOST_COPIES,
+    OFFLOADS,
+    Content,
+    InstructionKind,
+    Program,
+    content_of,
+)
 from deepspeed_ext.plan.slicing import TokenSlices
 
 Timed = tuple[Op, float, float]
@@ -328,3 +338,44 @@ class CopyLanes:
         for copy, offload in self._offloads.items():
             fetch = self._fetches[copy]
             yield TimedCopy(*copy[:4], *offload, self._dropped[copy], *fetch)
+
+
+def check_host_copies(programs: Sequence[Program], shape: PipelineShape, settings: HostCopySettings) -> None:
+    """Check that the inputs of each op are on its device, and that each copy is of a tensor that exists."""
+    settings = settings.fitting(shape)
+    before = {OFFLOADS: None, DROPS: OFFLOADS, FETCHES: DROPS}
+    for program in programs:
+        # The last that was done with a thing, and the token slices of a micro-batch on a stage that are dropped.
+        done: dict[tuple[Content, int, int, int], frozenset[InstructionKind]] = {}
+        away: dict[tuple[Content, int, int], set[int]] = defaultdict(set)
+        for instruction in program.instructions:
+            _, stage, micro_batch, token_slice, _ = instruction
+            if instruction.kind in HOST_COPIES:
+                content = content_of(instruction.kind)
+                kinds = next(kinds for kinds in before if instruction.kind in kinds)
+                if done.get((content, stage, micro_batch, token_slice)) is not before[kinds]:
+                    raise PlanError(
+                        f"'{instruction}' of rank {program.rank} is out of order: offload, drop and fetch "
+                        f"{_name(content, stage, micro_batch, token_slice)} once each, one after the other"
+                    )
+                done[content, stage, micro_batch, token_slice] = kinds
+                if kinds is DROPS:
+                    away[content, stage, micro_batch].add(token_slice)
+                elif kinds is FETCHES:
+                    away[content, stage, micro_batch].remove(token_slice)
+            elif instruction.kind in COMPUTES and instruction.kind is not InstructionKind.WEIGHT_GRADIENT:
+                # A weight gradient reads tensors that its input gradient has kept.
+                for content in Content:
+                    for each in away[content, stage, micro_batch]:
+                        if each <= token_slice <= settings.last_reader(content, stage, each):
+                            raise PlanError(
+                                f"'{instruction}' of rank {program.rank} reads "
+                                f"{_name(content, stage, micro_batch, each)}, not on its device: fetch it before"
+                            )
+        for thing, kinds in done.items():
+            if kinds is not FETCHES:
+                raise PlanError(f"rank {program.rank} leaves {_name(*thing)} on the host: fetch it before its backward")
+
+
+def _name(content: Content, *unit: int) -> str:
+    return f"the {content.value} of {Op(OpKind.FORWARD, *unit)}"

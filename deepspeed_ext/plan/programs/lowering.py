@@ -50,8 +50,14 @@ from typing import NamedTuple
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, num_ops, reader_of, received, result
-from deepspeed_ext.plan.programs.device import DeviceModel, Drains, ExpertExchange, check_host_copies, check_programs
-from deepspeed_ext.plan.programs.host_copies import CopiesOfPlace, HostCopySettings, copies_by_place, plan_host_copies
+from deepspeed_ext.plan.programs.device import DeviceModel, Drains, ExpertExchange, check_programs
+from deepspeed_ext.plan.programs.host_copies import (
+    CopiesOfPlace,
+    HostCopySettings,
+    check_host_copies,
+    copies_by_place,
+    plan_host_copies,
+)
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
     COMPUTE,

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings, check_host_copies
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.programs.program import DROP, FETCH, HOST_COPIES, OFFLOAD, Content, InstructionKind, Program
-from deepspeed_ext.plan.schedules import fixed, forward_order, gpipe
+from deepspeed_ext.plan.schedules import breadth_first, fixed, forward_order, gpipe
 from tests.strategies import host_copy_settings, orders_of_pipelines
 
 COMPUTES = {InstructionKind[kind.name]: kind for kind in OpKind}
@@ -126,3 +127,42 @@ def test_copies_with_other_settings(changes, expected):
 def test_evaluation_has_no_copies():
     programs = lower(forward_order, SHAPE, host_copies=SETTINGS)
     assert not any(each.kind in HOST_COPIES for program in programs for each in program.instructions)
+
+
+NAME = "the keys and values of 0F0.0"
+OFFLOAD_IT, DROP_IT, FETCH_IT = (f"{step} keys and values 0F0.0" for step in ("offload", "drop", "fetch"))
+LEFT_OUT, TWICE = "", "twice"
+
+
+@pytest.mark.parametrize(
+    ("step", "place", "line"),
+    [
+        # An instruction that is moved in front of another one, left out, or there twice.
+        (FETCH_IT, "backward 0B0.0 @0", f"reads {NAME}, not on its device: fetch it"),
+        (DROP_IT, "forward 0F0.1 @2", f"'forward 0F0.1 @2' of rank 0 reads {NAME}"),
+        (DROP_IT, OFFLOAD_IT, "is out of order"),
+        (FETCH_IT, LEFT_OUT, f"reads {NAME}"),
+        (DROP_IT, LEFT_OUT, f"'{FETCH_IT}' of rank 0 is out of order: offload,"),
+        (FETCH_IT, TWICE, f"drop and fetch {NAME} once each"),
+        (OFFLOAD_IT, TWICE, f"'{OFFLOAD_IT}' of rank 0 is out of order"),
+    ],
+)
+def test_copies_out_of_place(step: str, place: str, line: str) -> None:
+    program, other = lower(breadth_first, SHAPE, host_copies=SETTINGS)
+    check_host_copies([program, other], SHAPE, SETTINGS)
+    steps = list(program.instructions)
+    moved = steps.pop(at := [str(each) for each in steps].index(step))
+    if place == TWICE:
+        steps[at:at] = [moved, moved]
+    elif place:
+        steps.insert([str(each) for each in steps].index(place), moved)
+    with pytest.raises(PlanError) as caught:
+        check_host_copies([replace(program, instructions=tuple(steps)), other], SHAPE, SETTINGS)
+    assert line in str(caught.value)
+
+
+def test_a_missing_fetch_is_named() -> None:
+    program, _ = lower(breadth_first, SHAPE, host_copies=SETTINGS)
+    cut = next(place for place, step in enumerate(program.instructions) if str(step).startswith("backward"))
+    with pytest.raises(PlanError, match=r"rank 0 leaves the keys and values of 0F0\.0 on the host: fetch it before"):
+        check_host_copies([replace(program, instructions=program.instructions[:cut])], SHAPE, SETTINGS)
