@@ -19,7 +19,8 @@ from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import Placement, check_num_ops
 from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import FEW_OPS, SimulatedSchedule, check_lowering
+from deepspeed_ext.plan.programs.lowering import FEW_OPS, SimulatedSchedule
+from deepspeed_ext.plan.programs.proven import ProvenSchedule
 from deepspeed_ext.plan.schedule_file import schedule_from_file
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, Schedule, memory_of_1f1b
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -231,19 +232,28 @@ def pipeline_schedule(config: Config, data_parallel_size: int, ask: Ask | None =
     return SCHEDULES[name] if name in SCHEDULES else schedule_from_file(name)
 
 
-def simulated_schedule(schedule: Schedule, config: Config, data_parallel_size: int) -> SimulatedSchedule:
-    """Return a schedule with its simulated timelines: in seconds where its ops are priced."""
+def proven_schedule(
+    schedule: Schedule, config: Config, data_parallel_size: int, hardware_queues: int | None = None
+) -> ProvenSchedule:
+    """Return a schedule on the devices of a run, with timelines in seconds where its ops are priced.
+
+    Args:
+        hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
+    """
+    costs = None
     if isinstance(schedule, FoundSchedule):
-        return SimulatedSchedule(schedule, costs=schedule.costs)
-    if config.training.offload_token_slices:
+        costs = schedule.costs
+    elif config.training.offload_token_slices:
         # Whether a copy is made depends on its time compared with that of the ops.
-        costs = _priced_ops(config, data_parallel_size)
-        return SimulatedSchedule(schedule, costs=lambda _: costs)
-    return SimulatedSchedule.of(schedule)
+        priced = _priced_ops(config, data_parallel_size)
+        costs = lambda _: priced  # noqa: E731
+    simulated = SimulatedSchedule.of(schedule) if costs is None else SimulatedSchedule(schedule, costs=costs)
+    device = DeviceModel(hardware_queues=hardware_queues, exchange=expert_exchange(config))
+    return ProvenSchedule(simulated, device, host_copies(config, data_parallel_size))
 
 
 def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | None:
-    """Return the offloaded tensors, by the timelines of `simulated_schedule`; None without offload."""
+    """Return the offloaded tensors, by the timelines of `proven_schedule`; None without offload."""
     if not config.training.offload_token_slices:
         return None
     if config.parallel.stage_partition == "parameters":
@@ -286,32 +296,19 @@ def with_dispatcher(config: Config, data_parallel_size: int) -> Config:
     return exact if config.expert_ranks_cut_apart else min(exact, with_type("allgather"), key=seconds)
 
 
-def check_schedule(
-    schedule: Schedule,
-    config: Config,
-    micro_batches: Iterable[int],
-    hardware_queues: int | None = None,
-    copies: HostCopySettings | None = None,
-) -> str | None:
-    """Check that a schedule ends for every number of micro-batches of a run.
-
-    Args:
-        hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
-        copies: the offloaded tensors; None = none.
+def check_schedule(schedule: ProvenSchedule, config: Config, micro_batches: Iterable[int]) -> str | None:
+    """Prove that a schedule ends for every number of micro-batches of a run.
 
     Returns:
         A warning if this is proven only for streams that share no hardware queue.
     """
-    simulated = SimulatedSchedule.of(schedule)
-    device = DeviceModel(hardware_queues=hardware_queues, exchange=expert_exchange(config))
-    name, assumes = config.parallel.pipeline_schedule, False
-    for number in micro_batches:
-        try:
-            assumes |= check_lowering(simulated, config.parallel.pipeline(number), device, copies).assumes_queues
-        except (PlanError, SearchError) as error:
-            kind = SearchError if isinstance(error, SearchError) else ConfigError
-            raise kind(f"--pipeline-schedule {name}: {error}") from None
-    if not assumes:
+    name = config.parallel.pipeline_schedule
+    try:
+        proofs = [schedule.proof(config.parallel.pipeline(number)) for number in micro_batches]
+    except (PlanError, SearchError) as error:
+        kind = SearchError if isinstance(error, SearchError) else ConfigError
+        raise kind(f"--pipeline-schedule {name}: {error}") from None
+    if not any(proof.assumes_queues for proof in proofs):
         return None
     return (
         f"--pipeline-schedule {name} is proven to end only if no two streams of a rank share a hardware queue, which "
@@ -470,4 +467,5 @@ def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None
     planned = plan_run(strategy.config(model, **more), strategy.world_size)
     if strategy.schedule != OPTIMISED:
         schedule = pipeline_schedule(planned.config, strategy.data_parallel_size)
-        check_schedule(schedule, planned.config, planned.numbers_of_micro_batches)
+        proven = ProvenSchedule(schedule, DeviceModel(exchange=expert_exchange(planned.config)))
+        check_schedule(proven, planned.config, planned.numbers_of_micro_batches)

@@ -16,9 +16,6 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, slow_planning
-from deepspeed_ext.plan.programs.device import DeviceModel
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
 from deepspeed_ext.plan.programs.proven import ProvenSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
@@ -38,15 +35,7 @@ from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
-from megatron_terapipe.planning import (
-    Ask,
-    check_schedule,
-    expert_exchange,
-    host_copies,
-    pipeline_schedule,
-    plan_run,
-    simulated_schedule,
-)
+from megatron_terapipe.planning import Ask, check_schedule, pipeline_schedule, plan_run, proven_schedule
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.optimizer_schedules import schedule_facts
 from megatron_terapipe.training.records import Progress
@@ -99,20 +88,9 @@ class Run:
         return pipeline_schedule(self.config, self.layout.data_parallel_size, self.ask)
 
     @cached_property
-    def simulated_schedule(self) -> SimulatedSchedule:
-        """Order of the ops, with its simulated timelines."""
-        return simulated_schedule(self.schedule, self.config, self.layout.data_parallel_size)
-
-    @cached_property
-    def host_copies(self) -> HostCopySettings | None:
-        """Copies of activations to the host; None if there are none."""
-        return host_copies(self.config, self.layout.data_parallel_size)
-
-    @cached_property
     def proven_schedule(self) -> ProvenSchedule:
         """The programs of the run on its devices, as `prepare` proves them."""
-        device = DeviceModel(hardware_queues=_hardware_queues(), exchange=expert_exchange(self.config))
-        return ProvenSchedule(self.simulated_schedule, device, self.host_copies)
+        return proven_schedule(self.schedule, self.config, self.layout.data_parallel_size, _hardware_queues())
 
     @property
     def train_iters(self) -> int:
@@ -200,8 +178,7 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
     slow = slow_planning(run.pipeline)
     if slow is not None and launch.rank == 0:
         print(slow, file=sys.stderr, flush=True)
-    numbers = planned.numbers_of_micro_batches
-    assumption = check_schedule(run.simulated_schedule, config, numbers, _hardware_queues(), run.host_copies)
+    assumption = check_schedule(run.proven_schedule, config, planned.numbers_of_micro_batches)
     if assumption is not None and launch.rank == 0:
         print(f"warning: {assumption}", flush=True)
     return run

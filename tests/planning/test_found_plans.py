@@ -12,7 +12,13 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning import check_schedule, cost_model_of, pipeline_schedule, with_found_token_slices
+from megatron_terapipe.planning import (
+    check_schedule,
+    cost_model_of,
+    pipeline_schedule,
+    proven_schedule,
+    with_found_token_slices,
+)
 from megatron_terapipe.strategy import Strategy
 
 # Large enough that the ops of a token slice take longer than their launches.
@@ -106,7 +112,7 @@ def test_a_found_schedule_is_better_than_those_by_name_in_the_memory_of_1f1b(
 ) -> None:
     config, schedule = optimised
     shape = config.parallel.pipeline(NUM_MICRO_BATCHES)
-    check_schedule(schedule, config, [NUM_MICRO_BATCHES])
+    check_schedule(proven_schedule(schedule, config, 1), config, [NUM_MICRO_BATCHES])
     found = makespan(config)
     for others in ("1f1b", "zero-bubble", "interleaved --num-model-chunks 2"):
         assert found < makespan(parse(f"--num-token-slices 4 --pipeline-schedule {others}"))
