@@ -40,7 +40,8 @@ SINCE_2023_12 = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "weight_decay"
 BEFORE_2023_12 = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "weight_decay": 0.01}
 """The same defaults until then, version 2.0 included."""
 
-SECTIONS = ("optimizer", "optimizer.params", "fp16", "bf16", "zero_optimization", "data_types")
+EXTRA = "deepspeed_extra_args"
+SECTIONS = (EXTRA, "optimizer", "optimizer.params", "fp16", "bf16", "zero_optimization", "data_types")
 """Settings that hold others; the key of b in the section a is `a.b`."""
 
 NUMBER_AS_TEXT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]{1,3}")
@@ -113,45 +114,41 @@ def convert(
     Args:
         world_size: processes of the run; None = as in the settings.
     """
-    contents = dict(_flat(_with_extra_settings(settings)))
+    contents: dict[str, Any] = {}
+    for key, value in _flat(settings):
+        if key in contents:
+            raise ConfigError(f"{key} is in deepspeed_extra_args and outside: remove one")
+        contents[key] = value
     decay = contents.pop("optimizer.params.weight_decay", defaults["weight_decay"])
     processes = {} if world_size is None else {"global_num_gpus": world_size}
     file = SettingsFile({**defaults, "weight_decay": decay, **contents, **processes}, "the configuration")
-    known = {key for each in (*SETTINGS, *LAUNCHER) for key in each.keys}
-    others = [_other(key) for key, value in contents.items() if key not in known and value is not False]
     for kind in layer_kinds(contents.get("attention_config"), None):
         if kind in NOT_ATTENTION:  # Other settings mean something else in these models.
             raise file.refusal("attention_config", NOT_ATTENTION[kind], value=kind)
-    refusals: list[str] = []
-    fields, launch = (_read(table, file, refusals) for table in ((*SETTINGS, *others), LAUNCHER))
-    if refusals:
-        raise ConfigError("; ".join(refusals))
-    remarks = {name[1:]: reason for name, reason in {**fields, **launch}.items() if name.startswith("#")}
-    return Conversion(settings=contents, flags=list(_flags(fields)), launch=list(_flags(launch)), remarks=remarks)
-
-
-def _read(settings: Iterable[Setting], file: SettingsFile, refusals: list[str]) -> dict[str, Any]:
-    """Return the values of flags, and remarks by `#key`; add errors to `refusals`."""
+    known = {key for each in SETTINGS for key in each.keys}
+    others = [_other(key) for key, value in contents.items() if key not in known and value is not False]
     fields: dict[str, Any] = {}
-    for each in settings:
+    refusals: list[str] = []
+    for each in (*SETTINGS, *others):
         try:
             fields |= each.read(file, fields)
         except ConfigError as error:
             refusals.append(" ".join(str(error).split()))
-    return fields
+    if refusals:
+        raise ConfigError("; ".join(refusals))
+    remarks = {name[1:]: fields.pop(name) for name in list(fields) if name.startswith("#")}
+    launch = {name: fields.pop(name) for name in LAUNCH if name in fields}
+    return Conversion(settings=contents, flags=list(_flags(fields)), launch=list(_flags(launch)), remarks=remarks)
 
 
 def _flags(fields: Fields) -> Iterator[list[str]]:
     """Yield the words of each flag that is set."""
     for name, value in fields.items():
-        words = [str(each) for each in (value if isinstance(value, list) else [value])]
-        if value is None or value is False or name.startswith("#"):
-            continue
-        if value is True:
-            yield [flag(name)]
-        else:
-            # argparse takes a word that begins with a dash for a flag.
-            yield [f"{flag(name)}={words[0]}"] if words[0].startswith("-") else [flag(name), *words]
+        words = [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
+        if words and words[0].startswith("-"):  # argparse takes such a word for a flag.
+            yield [f"{flag(name)}={words[0]}"]
+        elif value is not None and value is not False:
+            yield [flag(name), *words]
 
 
 def _flat(settings: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
@@ -163,23 +160,13 @@ def _flat(settings: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str,
         if key in SECTIONS:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{key} {value!r} is not a mapping: write it as {{...}}")
-            yield from _flat(value, key)
+            # NeoX passes the extra settings to DeepSpeed, as it passes these sections.
+            yield from _flat(value, "" if key == EXTRA else key)
         elif isinstance(value, str) and NUMBER_AS_TEXT.fullmatch(value):
             number = float(value)
             yield key, int(number) if number.is_integer() and number < 2**53 else number
         elif not isinstance(value, Mapping) or value.get("enabled", bool(value)):
             yield key, value
-
-
-def _with_extra_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the settings of `deepspeed_extra_args` to the others: NeoX passes both to DeepSpeed."""
-    extra = settings.get("deepspeed_extra_args") or {}
-    if not isinstance(extra, Mapping):
-        raise ConfigError(f"deepspeed_extra_args {extra!r} is not a mapping: write it as {{...}}")
-    for key in extra:
-        if settings.get(key) is not None:
-            raise ConfigError(f"{key} is in deepspeed_extra_args and outside: remove one")
-    return {**{key: value for key, value in settings.items() if key != "deepspeed_extra_args"}, **extra}
 
 
 NEEDED = (
@@ -334,12 +321,8 @@ def layer_kinds(config: Any, num_layers: int | None) -> list[str]:
     kinds: list[str] = []
     try:
         for entry in config:
-            if isinstance(entry, str):
-                kinds.append(entry)
-                continue
-            pattern, times = entry
-            if times == "all":
-                times = (num_layers or len(pattern)) // len(pattern)
+            pattern, times = ([entry], 1) if isinstance(entry, str) else entry
+            times = (num_layers or len(pattern)) // len(pattern) if times == "all" else times
             if times * max(len(pattern), 1) > MOST_LAYERS:
                 raise ValueError("too many layers")
             kinds += [str(kind) for kind in pattern] * times
@@ -498,10 +481,8 @@ def _batch(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Field
 
 
 @reads(
-    **{
-        **{"optimizer.type": "Adam", "optimizer.params.betas": BETAS, "optimizer.params.eps": 1e-8},
-        **{"optimizer.params.momentum": 0.0, "optimizer.params.adam_w_mode": True, "optimizer.params.adamw_mode": True},
-    }
+    **{"optimizer.type": "Adam", "optimizer.params.betas": BETAS, "optimizer.params.eps": 1e-8},
+    **{"optimizer.params.momentum": 0.0, "optimizer.params.adam_w_mode": True, "optimizer.params.adamw_mode": True},
 )
 def _optimizer(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
     """Convert the optimizer, but for its learning rate."""
@@ -519,10 +500,8 @@ def _optimizer(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> F
 
 
 @reads(
-    **{
-        **{"optimizer.params.lr": 0.001, "lr_decay_style": "linear", "min_lr": AMOUNT, "decay_lr_to": AMOUNT},
-        **{"lr_decay_iters": WHOLE, "lr_decay_fraction": AMOUNT, "warmup": AMOUNT, "warmup_iters": WHOLE},
-    }
+    **{"optimizer.params.lr": 0.001, "lr_decay_style": "linear", "min_lr": AMOUNT, "decay_lr_to": AMOUNT},
+    **{"lr_decay_iters": WHOLE, "lr_decay_fraction": AMOUNT, "warmup": AMOUNT, "warmup_iters": WHOLE},
 )
 def _learning_rate(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
     """Convert rise and decay. Files of Llemma give the rise in iterations, and the lowest rate as a share."""
@@ -549,11 +528,9 @@ def _learning_rate(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) 
 def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> tuple[int, float, bool]:
     """Return the decay that equals NeoX's linear one, which aims at 0 and is cut off at `min_lr`.
 
-    The values are the iteration at which the rate is `min_lr`, the iterations of the rise as a share of those, and
-    whether the shape is NeoX's to the last digit.
-
-    NeoX's rate falls from its peak at iteration W on a line to 0 at iteration E. It has come down to the lowest rate at
-    W + (E - W)(1 - lowest / highest), where the trainer's line ends.
+    The values are the iteration at which the rate is `min_lr`, the iterations of the rise as a share of it, and whether
+    the shape is NeoX's to the last digit. NeoX's rate falls from its peak at iteration W on a line to 0 at iteration E;
+    it is the lowest rate at W + (E - W)(1 - lowest / highest), where the trainer's line ends.
     """
     rise = warmup * last
     reached = rise + (last - rise) * (1 - lowest / highest)
@@ -562,12 +539,10 @@ def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> tuple
 
 
 @reads(
-    **{
-        **{"precision": "fp32", "bf16.enabled": False, "fp16.enabled": False, "fp16.type": "fp16"},
-        **{"data_types.grad_accum_dtype": "", "zero_optimization.stage": 0, "fp16.loss_scale": 0.0},
-        **{"fp16.initial_scale_power": POWER, "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2},
-        **{"fp16.min_loss_scale": 1.0},
-    }
+    **{"precision": "fp32", "bf16.enabled": False, "fp16.enabled": False, "fp16.type": "fp16"},
+    **{"data_types.grad_accum_dtype": "", "zero_optimization.stage": 0, "fp16.loss_scale": 0.0},
+    **{"fp16.initial_scale_power": POWER, "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2},
+    **{"fp16.min_loss_scale": 1.0},
 )
 def _precision(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
     """Convert number types, the scaling of the loss, and ZeRO's stage: all stages compute the same update."""
@@ -590,33 +565,32 @@ def _precision(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> F
     return found | (of_scaling if half else {})
 
 
-def _data(part: str) -> Setting:
-    """Return the setting of the paths of a part, and of their weights."""
+PARTS = ("train", "valid", "test")
 
-    @reads(**{f"{part}_data_paths": PATHS, f"{part}_data_weights": AMOUNTS})
-    def read(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
-        paths, weights = neox.values()
-        paths = [paths] if isinstance(paths, str) else paths or []
+
+@reads(
+    **{"data_path": WORD, "split": "969, 30, 1", "tokenizer_type": "GPT2BPETokenizer", "vocab_file": WORD},
+    **{"merge_file": WORD, **{f"{part}_data_paths": PATHS for part in PARTS}},
+    **{f"{part}_data_weights": AMOUNTS for part in PARTS},
+)
+def _files(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
+    """Convert the data and the tokenizer, whose file NeoX names `vocab_file`, whatever it is."""
+    path, split, kind, vocabulary, merges, *_ = neox.values()
+    known = ("GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer")
+    file.expect("tokenizer_type", known, kind, "it is not in this trainer", "tokenize the data with another")
+    files = {"vocab_file": vocabulary, "merge_file": merges} if kind == known[0] else {"tokenizer_model": vocabulary}
+    found = {"data_path": path, "split": split.replace(" ", "") if path is not None else None}
+    for part in PARTS:
+        paths, weights = neox[f"{part}_data_paths"] or [], neox[f"{part}_data_weights"]
+        paths = [paths] if isinstance(paths, str) else paths
         weights = weights or [1.0] * len(paths)
         if len(weights) != len(paths):
             raise ConfigError(
                 f"{part}_data_weights has {len(weights)} entries and {part}_data_paths {len(paths)}: give one for each"
             )
         pairs = [word for pair in zip(weights, paths, strict=True) for word in pair]
-        return {f"{part}_data_path": (pairs if len(paths) > 1 else paths) or None}
-
-    return read
-
-
-@reads(data_path=WORD, split="969, 30, 1", tokenizer_type="GPT2BPETokenizer", vocab_file=WORD, merge_file=WORD)
-def _files(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
-    """Convert the data and the tokenizer, whose file NeoX names `vocab_file`, whatever it is."""
-    path, split, kind, vocabulary, merges = neox.values()
-    known = ("GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer")
-    file.expect("tokenizer_type", known, kind, "it is not in this trainer", "tokenize the data with another")
-    files = {"vocab_file": vocabulary, "merge_file": merges} if kind == known[0] else {"tokenizer_model": vocabulary}
-    shares = split.replace(" ", "") if path is not None else None
-    return {"data_path": path, "split": shares, "tokenizer_type": kind, **files}
+        found[f"{part}_data_path"] = (pairs if len(paths) > 1 else paths) or None
+    return {**found, "tokenizer_type": kind, **files}
 
 
 @reads(save=WORD, load=WORD, checkpoint_factor=WHOLE, extra_save_iters=WHOLES, keep_last_n_checkpoints=WHOLE)
@@ -671,9 +645,15 @@ def _launch(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fiel
     }
 
 
-LAUNCHER = (*(same(key, key, WORD, None) for key in ("include", "exclude")), _launch)
-"""Settings that are flags of the launcher here."""
+LAUNCH = (
+    *("hostfile", "include", "exclude", "num_nodes", "num_accelerators", "master_addr", "master_port", "launcher"),
+    "launcher_args",
+)
+"""Flags of the launcher."""
 
+_ZERO = {"reduce_bucket_size": COUNT, "allgather_bucket_size": COUNT} | dict.fromkeys(
+    ("reduce_scatter", "contiguous_gradients"), SWITCH
+)
 POSITIONS = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
 
 SETTINGS = (
@@ -685,23 +665,16 @@ SETTINGS = (
     *(same(key, key, WHOLE, usual) for key, usual in {"eval_interval": 1000, "eval_iters": 100}.items()),
     *(same(key, key, AMOUNT, None) for key in ("attention_dropout", "weight_decay")),
     same("gradient_clipping", "clip_grad", AMOUNT, 1.0),
-    *(same(key, key, WORD, None) for key in ("distributed_backend", "tensorboard_dir")),
+    *(same(key, key, WORD, None) for key in ("distributed_backend", "tensorboard_dir", "include", "exclude")),
     *(same(key, key, SWITCH, False) for key in ("sequence_parallel", "mmap_warmup", "eod_mask_loss", "finetune")),
     *(same(key, key, SWITCH, False) for key in ("no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")),
     same("no_weight_tying", "untie_embeddings_and_output_weights", SWITCH, False),
     same("log_param_norm", "log_params_norm", SWITCH, False),
-    *(
-        same(f"zero_optimization.{key}", f"zero_{key}", COUNT, None)
-        for key in ("reduce_bucket_size", "allgather_bucket_size")
-    ),
-    *(
-        same(f"zero_optimization.{key}", f"zero_{key}", SWITCH, False)
-        for key in ("reduce_scatter", "contiguous_gradients")
-    ),
+    *(same(f"zero_optimization.{key}", f"zero_{key}", kind, None) for key, kind in _ZERO.items()),
     word("pos_emb", "position_embedding_type", POSITIONS, "learned"),
     *(_rotations, _norm, _attention, _mlp, _parallel, _experts, _biases, _initial_weights, _batch),
-    *(_optimizer, _learning_rate, _precision, _files, *map(_data, ("train", "valid", "test")), _checkpoints, _switched),
+    *(_optimizer, _learning_rate, _precision, _files, _checkpoints, _switched, _launch),
     *_refused("another-model", MODEL_CANNOT_BE_TRAINED),
     *_refused("another-training", TRAINING_CANNOT_BE_RUN),
 )
-"""Settings that are flags of the trainer here, or are refused."""
+"""Settings that are flags here, or are refused."""
