@@ -16,72 +16,57 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError
 from tests.inference.checkpoints import MODEL, checkpoint_info
 
-VALUES: dict[str, tuple[dict[str, Any], str]] = {
-    "text_as_number": ({"iteration": "5"}, "iteration is '5', and must be a whole number from 0 to 1000000000"),
-    "fraction": ({"iteration": 5.5}, "iteration is 5.5, and must be a whole number from 0 to 1000000000"),
-    "null": ({"iteration": None}, "iteration is None, and must be a whole number from 0 to 1000000000"),
-    "yes": ({"iteration": True}, "iteration is True, and must be a whole number from 0 to 1000000000"),
-    "negative": ({"iteration": -5}, "iteration is -5, and must be a whole number from 0 to 1000000000"),
-    "huge": ({"iteration": 10**12}, "iteration is 1000000000000, and must be a whole number from 0 to 1000000000"),
-    "another": ({"iteration": 6}, "iteration is 6, and the directory is named global_step5"),
-    "many": ({"consumed_samples": 10**18}, "consumed_samples is 1000000000000000000, and must be"),
-    "few": ({"consumed_samples": 4}, "consumed_samples is 4, and must be a whole number from 5 to 5000000000"),
-    "skipped": ({"skipped_iterations": 6}, "skipped_iterations is 6, and must be a whole number from 0 to 5"),
-    "skipped_text": ({"skipped_iterations": "a"}, "skipped_iterations is 'a', and must be"),
-    "skipped_samples": ({"skipped_samples": None}, "skipped_samples is None, and must be"),
-    "no_layout": ({"layout": {}}, "layout is {}, and must be an object with data_parallel_size, "),
-    "null_layout": ({"layout": None}, "layout is None, and must be an object with"),
-    "no_model": ({"model": None}, "model is None, and must be an object with num_layers, hidden_size, "),
-    "empty_model": ({"model": {}}, "model is {}, and must be an object with num_layers, "),
-    "partitioned": ({"partitioned": 0}, "partitioned is 0, and must be true or false"),
-    "manifest": ({"has_manifest": "no"}, "has_manifest is 'no', and must be true or false"),
-    "optimizer": ({"optimizer": 1}, "optimizer is 1, and must be a name or null"),
-    "family": ({"family": "lama"}, "family is 'lama', and must be a family of this version"),
-    "tokenizer": ({"tokenizer": []}, "tokenizer is [], and must be an object"),
-    "schedule": ({"optimizer_schedule": 1}, "optimizer_schedule is 1, and must be an object"),
-    "rate": ({"optimizer_schedule": {"lr": True}}, "optimizer_schedule.lr is True, and must be a text, a number or"),
-    "file": ({"tokenizer": {"vocab_file": 1.5}}, "tokenizer.vocab_file is 1.5, and must be a text, a whole number"),
-}
-INSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "layers": ("model", {"num_layers": "2"}, "model.num_layers is '2', and must be of another type"),
-    "word": ("model", {"activation": "gelu2"}, "model.activation is 'gelu2', and must be of another type"),
-    "no_layers": ("model", {"num_layers": 0}, "model: --num-layers 0 "),
-    "replicas": ("layout", {"data_parallel_size": "1"}, "layout.data_parallel_size is '1', and must be"),
-    "stages": ("layout", {"pipeline_parallel_size": 10**9}, "layout.pipeline_parallel_size is 1000000000, and must be"),
-    "ranks": ("layout", {"data_parallel_size": 10**6, "tensor_parallel_size": 2}, "and must be of 1000000 ranks at"),
-    "experts": ("layout", {"expert_parallel_size": 7}, "layout: expert parallel size 7 does not divide the data x "),
-}
+WHOLE = "and must be a whole number from"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    # Values by field, or by section and field, and the line about them.
+    *(({"iteration": value}, f"iteration is {value!r}, {WHOLE} 0 to 1000000000") for value in ("5", 5.5, None, True)),
+    *(({"iteration": value}, f"iteration is {value}, {WHOLE} 0 to 1000000000") for value in (-5, 10**12)),
+    ({"iteration": 6}, "iteration is 6, and the directory is named global_step5"),
+    ({"consumed_samples": 10**18}, "consumed_samples is 1000000000000000000, and must be"),
+    ({"consumed_samples": 4}, f"consumed_samples is 4, {WHOLE} 5 to 5000000000"),
+    ({"skipped_iterations": 6}, f"skipped_iterations is 6, {WHOLE} 0 to 5"),
+    ({"skipped_iterations": "a"}, "skipped_iterations is 'a', and must be"),
+    ({"skipped_samples": None}, "skipped_samples is None, and must be"),
+    ({"layout": {}}, "layout is {}, and must be an object with data_parallel_size, "),
+    ({"layout": None}, "layout is None, and must be an object with"),
+    ({"model": None}, "model is None, and must be an object with num_layers, hidden_size, "),
+    ({"model": {}}, "model is {}, and must be an object with num_layers, "),
+    ({"partitioned": 0}, "partitioned is 0, and must be true or false"),
+    ({"has_manifest": "no"}, "has_manifest is 'no', and must be true or false"),
+    ({"optimizer": 1}, "optimizer is 1, and must be a name or null"),
+    ({"family": "lama"}, "family is 'lama', and must be a family of this version"),
+    ({"tokenizer": []}, "tokenizer is [], and must be an object"),
+    ({"optimizer_schedule": 1}, "optimizer_schedule is 1, and must be an object"),
+    ({"optimizer_schedule": {"lr": True}}, "optimizer_schedule.lr is True, and must be a text, a number or"),
+    ({"tokenizer": {"vocab_file": 1.5}}, "tokenizer.vocab_file is 1.5, and must be a text, a whole number"),
+    ({"model.num_layers": "2"}, "model.num_layers is '2', and must be of another type"),
+    ({"model.activation": "gelu2"}, "model.activation is 'gelu2', and must be of another type"),
+    ({"model.num_layers": 0}, "model: --num-layers 0 "),
+    ({"layout.data_parallel_size": "1"}, "layout.data_parallel_size is '1', and must be"),
+    ({"layout.pipeline_parallel_size": 10**9}, "layout.pipeline_parallel_size is 1000000000, and must be"),
+    ({"layout.data_parallel_size": 10**6, "layout.tensor_parallel_size": 2}, "and must be of 1000000 ranks at"),
+    ({"layout.expert_parallel_size": 7}, "layout: expert parallel size 7 does not divide the data x "),
+    *(
+        ({name: ...}, f"it lacks '{name}'")
+        for name in ("iteration", "consumed_samples", "model", "layout", "optimizer", "tokenizer")
+    ),
+]
 
 
-def refusal(folder: Path, facts: dict[str, Any]) -> str:
-    """The reason that the line gives."""
-    directory = folder / "global_step5"
-    directory.mkdir(exist_ok=True)
+@pytest.mark.parametrize(("changed", "said"), WRONG)
+def test_a_wrong_or_missing_field_is_named(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    facts, directory = asdict(checkpoint_info()), tmp_path / "global_step5"
+    for name, value in changed.items():
+        section, _, inner = name.rpartition(".")
+        (facts[section] if section else facts)[inner] = value
+        if value is ...:
+            del facts[inner]
+    directory.mkdir()
     (directory / "run.json").write_text(json.dumps(facts))
     with pytest.raises(CheckpointError) as caught:
         CheckpointInfo.read(directory)
     line = str(caught.value)
-    assert "\n" not in line
-    assert line.startswith(f"checkpoint {directory} has no readable run.json (")
-    return line.partition("run.json (")[2]
-
-
-@pytest.mark.parametrize(("changed", "said"), VALUES.values(), ids=VALUES)
-def test_a_field_with_a_wrong_value_is_named(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    assert refusal(tmp_path, asdict(checkpoint_info()) | changed).startswith(said)
-
-
-@pytest.mark.parametrize(("section", "changed", "said"), INSIDE.values(), ids=INSIDE)
-def test_a_field_inside_a_section_is_named(tmp_path: Path, section: str, changed: dict[str, Any], said: str) -> None:
-    facts = asdict(checkpoint_info())
-    assert said in refusal(tmp_path, facts | {section: facts[section] | changed})
-
-
-@pytest.mark.parametrize("name", ["iteration", "consumed_samples", "model", "layout", "optimizer", "tokenizer"])
-def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
-    facts = asdict(checkpoint_info())
-    del facts[name]
-    assert refusal(tmp_path, facts).startswith(f"it lacks '{name}'")
+    assert line.startswith(f"checkpoint {directory} has no readable run.json (") and said in line and "\n" not in line
 
 
 @pytest.mark.parametrize(

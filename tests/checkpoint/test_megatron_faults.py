@@ -61,14 +61,13 @@ def test_whole_ones_are_read(torch_dist: bool, tmp_path: Path) -> None:
     read(write(tmp_path / "whole", torch_dist=torch_dist))
 
 
-def changed(**values: Any) -> Callable[[Path], object]:
+def changed(file: str = "common.pt", **values: Any) -> Callable[[Path], object]:
     """Return a function that sets arguments of a checkpoint."""
 
     def change(checkpoint: Path) -> None:
-        file = checkpoint / "common.pt"
-        common = torch.load(file, weights_only=False)
-        vars(common["args"]).update(values)
-        torch.save(common, file)
+        content = torch.load(checkpoint / file, weights_only=False)
+        vars(content["args"]).update(values)
+        torch.save(content, checkpoint / file)
 
     return change
 
@@ -85,6 +84,7 @@ def rename(name: str, other: str) -> Callable[[Path], object]:
     return lambda checkpoint: (checkpoint / name).rename(checkpoint / other)
 
 
+RANK_FILE = "mp_rank_00/model_optim_rng.pt"
 FAULTS: dict[str, tuple[bool, Callable[[Path], object], str]] = {
     "a rank is missing": (
         False,
@@ -98,10 +98,16 @@ FAULTS: dict[str, tuple[bool, Callable[[Path], object], str]] = {
     "no number of rows": (True, changed(padded_vocab_size="many"), "invalid literal"),
     "fewer samples than iterations": (True, changed(consumed_train_samples=3), "consumed_samples is 3, and must be"),
     "an object of a foreign class": (True, changed(normalization=torch.nn.ReLU()), 'sets normalization to "an object"'),
-    "a hostile file": (
+    "a hostile file": (False, lambda checkpoint: poison(checkpoint / RANK_FILE, checkpoint / "hit"), "cannot be read"),
+    "experts of ranks": (
         False,
-        lambda checkpoint: poison(checkpoint / "mp_rank_00" / "model_optim_rng.pt", checkpoint / "hit"),
-        "cannot be read",
+        changed(RANK_FILE, num_experts=4, add_bias_linear=False),
+        "has experts in format torch, where ranks name their own: save it with --ckpt-format torch_dist",
+    ),
+    "experts with biases": (
+        False,
+        changed(RANK_FILE, num_experts=4, add_bias_linear=True),
+        "has experts with biases: this model cannot be trained here",
     ),
 }
 
@@ -220,20 +226,3 @@ def test_models_that_megatron_does_not_have_are_refused(setting: str) -> None:
 def test_arguments_of_other_models_are_refused(name: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"sets {name}"):
         MEGATRON.read(SettingsFile(MEGATRON.write(MODEL) | {name: value}, "a checkpoint"))
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({}, "has experts in format torch, where ranks name their own: save it with --ckpt-format torch_dist"),
-        ({"add_bias_linear": True}, "has experts with biases: this model cannot be trained here"),
-    ],
-)
-def test_experts_that_are_not_read_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    iteration = write(tmp_path, torch_dist=False) / "iter_0000005"
-    file = iteration / "mp_rank_00" / "model_optim_rng.pt"
-    rank = torch.load(file, weights_only=False)
-    vars(rank["args"]).update({"num_experts": 4, "add_bias_linear": False} | changed)
-    torch.save(rank, file)
-    with pytest.raises(UserError, match=said):
-        read(tmp_path)

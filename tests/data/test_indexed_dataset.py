@@ -100,17 +100,10 @@ def test_an_interrupted_writer_leaves_the_older_dataset(tmp_path: Path) -> None:
     assert IndexedDataset(prefix).run(2, 0, 99).tolist() == DOCUMENTS[2]
 
 
-def test_the_dataset_appears_only_when_complete(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "d", 300) as writer:
-        writer.add_document([1])
-        assert not data_file(tmp_path / "d").exists()
-        assert not index_file(tmp_path / "d").exists()
-    assert len(IndexedDataset(tmp_path / "d")) == 1
-
-
-def test_two_writers_of_one_name_do_not_mix(tmp_path: Path) -> None:
+def test_two_writers_of_one_name_do_not_mix_and_files_appear_when_complete(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "d", 300) as writer:
         writer.add_document([1, 2])
+        assert not data_file(tmp_path / "d").exists() and not index_file(tmp_path / "d").exists()
         with pytest.raises(DataError, match=r"d\.bin\.partial is written by another process: wait for its end"):
             IndexedDatasetWriter(tmp_path / "d", 300).__enter__()
         writer.add_document([3])
@@ -162,7 +155,7 @@ def replace(offset: int, value: bytes):
         (index_file, keep(20), "truncated: 20 bytes, and its header has 34"),
         (index_file, keep(-1), "truncated: 121 bytes, and 4 sequences and 5 .* take 122"),
         (index_file, lambda content: content + b"?", "overlong: 123 bytes"),
-        (index_file, replace(0, b"TNTIDX"), r"no index of Megatron's: it begins with b'TNTIDX"),
+        (index_file, replace(0, b"TNTIDX"), r"not an index of Megatron's: it begins with b'TNTIDX"),
         (index_file, replace(9, struct.pack("<Q", 2)), "format version 2, and only 1"),
         (index_file, replace(17, b"\x63"), "token type code 99"),
         (index_file, replace(34, struct.pack("<i", -3)), "damaged at byte 34: sequence 0 has -3 tokens"),

@@ -2,6 +2,7 @@
 
 import threading
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,36 +22,34 @@ def positions_of(batch: MicroBatch) -> torch.Tensor:
     return Documents(batch.document_starts).positions(0, batch.tokens.shape[1])
 
 
-def test_labels_are_the_next_tokens_and_all_count() -> None:
-    batch = MicroBatch.from_samples(SAMPLES)
-    assert batch.tokens.tolist() == [[1, 2, 0], [4, 0, 0]]
-    assert batch.labels.tolist() == [[2, 0, 3], [0, 0, 5]]
-    assert batch.loss_mask.tolist() == [[1.0] * 3] * 2
-    assert batch.document_starts == ((0,), (0,))
-    assert batch.tokens.is_contiguous()
-    assert batch.labels.is_contiguous()
+ENDS = torch.tensor([[1, 0, 2, 3, 0, 4], [0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 5, 6]])
 
 
-def test_predictions_after_the_end_of_a_document_can_be_left_out() -> None:
-    batch = MicroBatch.from_samples(SAMPLES, masked_eod=0)
-    assert batch.loss_mask.tolist() == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
-    assert batch.document_starts == ((0,), (0,))
-
-
-def test_documents_begin_after_the_ends_of_others() -> None:
-    samples = torch.tensor([[1, 0, 2, 3, 0, 4], [0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 5, 6]])
-    batch = MicroBatch.from_samples(samples, separating_eod=0)
-    # The first row's last end is its last input: the document after it is in the next sample.
-    assert batch.document_starts == ((0, 2), (0, 1, 2), (0,))
-    assert positions_of(batch).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert batch.loss_mask.all()
-
-
-def test_a_batch_made_by_hand_has_one_document_per_row() -> None:
-    tokens = torch.zeros(3, 4, dtype=torch.int64)
-    batch = MicroBatch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 4))
-    assert batch.document_starts == ((0,), (0,), (0,))
-    assert positions_of(batch).tolist() == [[0, 1, 2, 3]] * 3
+@pytest.mark.parametrize(
+    ("samples", "ends", "starts", "positions", "mask"),
+    [
+        (SAMPLES, {}, [(0,)] * 2, [[0, 1, 2]] * 2, [[1, 1, 1]] * 2),
+        (SAMPLES, {"masked_eod": 0}, [(0,)] * 2, [[0, 1, 2]] * 2, [[1, 1, 0], [1, 0, 0]]),
+        # The first row's last end is its last input: the document after it is in the next sample.
+        (
+            ENDS,
+            {"separating_eod": 0},
+            [(0, 2), (0, 1, 2), (0,)],
+            [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]],
+            [[1] * 5] * 3,
+        ),
+    ],
+)
+def test_labels_are_the_next_tokens_and_documents_begin_after_ends(
+    samples: torch.Tensor, ends: dict[str, int], starts: list[Any], positions: list[Any], mask: list[Any]
+) -> None:
+    batch = MicroBatch.from_samples(samples, **ends)
+    assert batch.tokens.tolist() == samples[:, :-1].tolist() and batch.labels.tolist() == samples[:, 1:].tolist()
+    assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
+    assert (list(batch.document_starts), batch.loss_mask.tolist()) == (starts, mask)
+    assert positions_of(batch).tolist() == positions
+    by_hand = MicroBatch(tokens=batch.tokens, labels=batch.labels, loss_mask=batch.loss_mask)
+    assert by_hand.document_starts == ((0,),) * len(samples)
 
 
 @given(data=st.data(), rows=st.integers(1, 3), seq=st.integers(1, 24))
