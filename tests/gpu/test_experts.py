@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_terapipe.model import experts
 from megatron_terapipe.model.expert_dispatch import Pairs
 from tests.model.configs import expert_config
-from tests.model.whole_and_parts import ALONE
+from tests.model.rank_checks import ALONE
 
 pytestmark = [
     pytest.mark.gpu,

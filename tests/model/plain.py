@@ -150,18 +150,6 @@ def recurrence(layer: RecurrentMixer, hidden: Tensor) -> Tensor:
     return mixed @ layer.projection.weight.T
 
 
-def attention_by_document(
-    layer: SelfAttention, model: ModelConfig, block: BlockShape, hidden: Tensor, starts: tuple[tuple[int, ...], ...]
-) -> Tensor:
-    """Attention in which every document of every row is a sequence of its own."""
-    rows = []
-    for row, begins in enumerate(starts):
-        ends = (*begins[1:], hidden.shape[1])
-        pieces = [hidden[row : row + 1, begin:end] for begin, end in zip(begins, ends, strict=True)]
-        rows.append(torch.cat([attention(layer, model, block, piece, no_dropout) for piece in pieces], dim=1))
-    return torch.cat(rows)
-
-
 def mlp(layer: MLP, model: ModelConfig, hidden: Tensor) -> Tensor:
     if model.activation in GATES:
         gate, up = (hidden @ matrix.T for matrix in layer.up.weight)

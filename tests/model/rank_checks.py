@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -17,11 +17,63 @@ from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_l
 from megatron_terapipe.model.experts import ExpertLayer
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.logits import LiveLogits, Logits
-from megatron_terapipe.model.mlp import Activation
-from megatron_terapipe.model.norm import LayerNorm
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 from tests.model.configs import expert_config, model_config
-from tests.model.whole_and_parts import ALONE, assert_gradients, complete_gradients, drawn, fill, tokens_of
+
+ALONE = TensorParallelRanks()
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The same numbers on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def part_of(whole: Tensor, parameter: nn.Parameter, ranks: TensorParallelRanks) -> Tensor:
+    """The part of a tensor of the whole weight's shape that belongs to a rank's parameter."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    step = whole.shape[parameter.partition_dim] // ranks.size
+    return whole.narrow(parameter.partition_dim, ranks.rank * step, step)
+
+
+def tokens_of(whole: Tensor, ranks: TensorParallelRanks) -> Tensor:
+    """The tokens of [B, N, ...] that a rank has between the matrices."""
+    if not ranks.sequence_parallel:
+        return whole
+    step = whole.shape[1] // ranks.size
+    return whole.narrow(1, ranks.rank * step, step)
+
+
+def fill(whole: nn.Module, part: nn.Module, ranks: TensorParallelRanks) -> None:
+    """Give both the same numbers of order 1, which no initializer would."""
+    for seed, (one, other) in enumerate(zip(whole.parameters(), part.parameters(), strict=True)):
+        scale = one.shape[-1] ** -0.5 if one.dim() > 1 else 0.5
+        one.data = drawn(*one.shape, seed=100 + seed) * scale
+        other.data = part_of(one.data, other, ranks).clone()
+
+
+def complete_gradients(module: nn.Module, ranks: TensorParallelRanks) -> dict[str, Tensor]:
+    """Gradients by name; those of weights that each rank applied to its own tokens summed, as training does."""
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        gradients[name] = parameter.grad.clone()
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradients[name])
+    return gradients
+
+
+def assert_gradients(found: dict[str, Tensor], part: nn.Module, whole: nn.Module, ranks: TensorParallelRanks) -> None:
+    for (name, parameter), one in zip(part.named_parameters(), whole.parameters(), strict=True):
+        expected = part_of(one.grad, parameter, ranks)
+        torch.testing.assert_close(
+            found[name],
+            expected,
+            rtol=1e-12,
+            atol=1e-12 * one.grad.abs().max().item(),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
 
 DTYPES = torch.float64, torch.float32, torch.bfloat16
 MODEL = model_config(hidden_size=16, vocab_size=250, make_vocab_size_divisible_by=8)
@@ -83,58 +135,6 @@ def attention_and_mlp_side_by_side_are_one_sum(ranks: TensorParallelRanks) -> No
 
 
 _SUM_PARTS = TensorParallelRanks.sum_parts
-
-
-class _Pair(nn.Module):
-    """A norm, columns, an activation, rows."""
-
-    def __init__(self, ranks: TensorParallelRanks, *, bias: bool, gated: bool, recompute: bool) -> None:
-        super().__init__()
-        self.norm, self.recompute = LayerNorm(MODEL, ranks), recompute
-        width = (2, 24) if gated else 24
-        self.columns = ColumnParallelLinear(16, width, ranks, normal(1.0), bias=bias)
-        self.activation = Activation("swiglu" if gated else "gelu-exact")
-        self.rows = RowParallelLinear(24, 16, ranks, normal(1.0), bias=bias)
-        self.double()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.recompute:
-            return self.rows(self.columns(hidden, self.norm), self.activation)
-        return self.rows(self.activation(self.columns(self.norm(hidden))))
-
-    def written_out(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The result of a single rank, by torch."""
-        normed = F.layer_norm(hidden, (16,), self.norm.weight, self.norm.bias, MODEL.layernorm_epsilon)
-        bias = None if self.columns.bias is None else self.columns.bias.flatten()
-        wide = F.linear(normed, self.columns.weight.flatten(0, -2), bias)
-        if self.activation.name == "swiglu":
-            gate, up = wide.tensor_split(2, dim=-1)
-            wide = F.silu(gate) * up
-        else:
-            wide = F.gelu(wide)
-        return F.linear(wide, self.rows.weight, self.rows.bias)
-
-
-def pair_of_products(ranks: TensorParallelRanks) -> None:
-    """Outputs and all gradients over three token slices, so that weight gradients also add up in place."""
-    for bias, gated, recompute in [(True, False, False), (True, True, True), (False, True, False), (True, False, True)]:
-        settings = {"bias": bias, "gated": gated, "recompute": recompute}
-        whole, part = _Pair(ALONE, **settings), _Pair(ranks, **settings)
-        fill(whole, part, ranks)
-        seen = []
-        for step in range(3):
-            hidden, coefficients = drawn(2, 8, 16, seed=step), drawn(2, 8, 16, seed=30 + step)
-            own = tokens_of(hidden, ranks).clone().requires_grad_()
-            found = part(own)
-            (found * tokens_of(coefficients, ranks)).sum().backward()
-            hidden.requires_grad_()
-            expected = whole.written_out(hidden)
-            (expected * coefficients).sum().backward()
-            seen += [(found, tokens_of(expected, ranks)), (own.grad, tokens_of(hidden.grad, ranks))]
-        gradients = complete_gradients(part, ranks)
-        for found, expected in seen:
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        assert_gradients(gradients, part, whole, ranks)
 
 
 def weights_are_the_same_for_any_number_of_ranks(ranks: TensorParallelRanks) -> None:
@@ -341,7 +341,6 @@ CHECKS = {
         own_tokens,
         sum_of_parts,
         attention_and_mlp_side_by_side_are_one_sum,
-        pair_of_products,
         weights_are_the_same_for_any_number_of_ranks,
         words,
         logits,

@@ -9,7 +9,6 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
-from tests.model import plain
 from tests.model.configs import MODELS, SEQ, llama_config
 from tests.model.plain import hidden_state, in_token_slices, random_weights
 
@@ -31,26 +30,6 @@ def assert_same_with_gradients(found: Tensor, expected: Tensor, inputs: list[Ten
     of_found, of_expected = (torch.autograd.grad((each * coefficients).sum(), inputs) for each in (found, expected))
     scale = max(gradient.abs().max().item() for gradient in of_expected)
     torch.testing.assert_close(of_found, of_expected, rtol=1e-12, atol=1e-12 * scale)
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_causal_attention_whatever_the_cut(model: ModelConfig, cut: tuple[int, ...]) -> None:
-    layer, block = attention_of(model)
-    hidden = hidden_state(32, SEQ).requires_grad_()
-    expected = plain.attention(layer, model, block, hidden, plain.no_dropout)
-    assert_same_with_gradients(in_token_slices(layer, hidden, cut), expected, [hidden, *layer.parameters()])
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("name", ["plain", "llama"])
-def test_documents_are_sequences_of_their_own(name: str, cut: tuple[int, ...]) -> None:
-    model = MODELS[name]
-    layer, block = attention_of(model)
-    hidden = hidden_state(32, SEQ).requires_grad_()
-    expected = plain.attention_by_document(layer, model, block, hidden, STARTS)
-    found = in_token_slices(layer, hidden, cut, documents=Documents(STARTS))
-    assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
 
 
 def test_documents_with_continued_positions_differ_only_by_rotations() -> None:

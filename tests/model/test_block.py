@@ -153,17 +153,6 @@ class TestDropout:
         place = DropoutPlace.at(self.SEED, self.LAYER, {"attention": 2, "mlp": 3}[site], self.ROWS, 0)
         return values * keep_mask(place.rows(SEQ, values.device), 0, values.shape[-1], 0.25) / 0.75
 
-    @pytest.mark.parametrize("recompute_cheap", [False, True])
-    @pytest.mark.parametrize("cut", CUTS, ids=str)
-    def test_values_and_gradients_are_masked_by_place(self, cut: tuple[int, ...], recompute_cheap: bool) -> None:
-        model = self.model()
-        (shape, *_) = model.blocks
-        layer = block_of(model, shape, recompute_cheap=recompute_cheap)
-        hidden = hidden_state(32, SEQ).requires_grad_()
-        found = in_token_slices(layer, hidden, cut, number=self.LAYER)
-        expected = plain.block(layer, model, shape, hidden, self.masked)
-        assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
-
     def test_evaluation_has_no_dropout(self) -> None:
         model = self.model()
         layer, (shape, *_) = block_of(model, model.blocks[0]), model.blocks

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute, set_queue
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model import tensor_parallel
-from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.gpt import gpt_layers
-from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import Pending
 from tests.model.configs import model_config
 from tests.model.test_recomputation import BEFORE, drawn, inputs_of, layers_of
 from tests.runtime.gradients.test_weight_gradients import tensors_kept_by
@@ -146,67 +143,6 @@ def test_hooks_get_each_gradient_at_once(register: str) -> None:
     loss = tensor_parallel.linear(tensor_parallel.embedding(torch.tensor([[1, 2]]), words), weight).sum()
     assert deferred_by(loss, weight_gradients) == []
     assert len(calls) == 2
-
-
-def test_a_weight_that_is_both_embedding_and_output_gets_both() -> None:
-    whole, apart = drawn(8, 5, seed=1), drawn(8, 5, seed=1)
-    weight_gradients = attached(apart)
-    for step in range(STEPS):
-        tokens = torch.tensor([[step, 3, 7]])
-
-        def loss(weight: Tensor, tokens: Tensor = tokens) -> Tensor:
-            return tensor_parallel.linear(tensor_parallel.embedding(tokens, weight), weight).logsumexp(-1).sum()
-
-        loss(whole).backward()
-        compute(deferred_by(loss(apart), weight_gradients))
-    torch.testing.assert_close(apart.grad, whole.grad, rtol=1e-13, atol=1e-13)
-
-
-MODELS = {
-    "gpt": {},
-    "llama": {
-        "normalization": "rmsnorm",
-        "activation": "swiglu",
-        "position_embedding_type": "rope",
-        "disable_bias_linear": True,
-    },
-}
-
-
-def block(model: ModelConfig, *, selective: bool) -> TransformerBlock:
-    torch.manual_seed(0)
-    return TransformerBlock(model, model.blocks[0], TensorParallelRanks(), recompute_cheap=selective).double()
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-def test_a_whole_layer_whatever_it_recomputes(settings: dict[str, object], recompute: str) -> None:
-    """Its four matrices wait; norms and biases do not; and the sums have the same bits."""
-    model = model_config(hidden_size=16, num_attention_heads=4, **settings)
-    seen = []
-    for apart in (False, True):
-        layer = block(model, selective=recompute == "selective")
-        weight_gradients = WeightGradients()
-        weight_gradients.attach(layer)
-        results = []
-        for step in range(STEPS):
-            hidden, past = drawn(2, 6, 16, seed=step), SequenceState(TokenSlices((6,))).past(0, 0)
-            if recompute == "full":
-                output = checkpoint(layer, hidden, past, use_reentrant=False)
-            else:
-                output = layer(hidden, past)
-            loss = output.square().sum()
-            if apart:
-                deferred = deferred_by(loss, weight_gradients)
-                assert len(deferred) == 4
-                assert step or layer.mlp.up.weight.grad is None
-                compute(deferred)
-            else:
-                loss.backward()
-            results.append(hidden.grad)
-        seen.append([*results, *(each.grad for each in layer.parameters())])
-    for whole, parts in zip(*seen, strict=True):
-        assert torch.equal(whole, parts)
 
 
 def test_every_matrix_of_the_model_can_be_deferred() -> None:

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, VocabularySums, WordEmbedding, tied_logits
@@ -18,7 +17,6 @@ from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model import plain
 from tests.model.configs import SEQ, llama_config, model_config
 from tests.model.plain import hidden_state, in_token_slices
-from tests.runtime.attention.masks import keep_mask
 
 CUTS = [(SEQ,), (8, 8, 8, 8), (13, 1, 18)]
 ALONE = TensorParallelRanks()
@@ -61,16 +59,6 @@ def test_models_without_learned_positions_have_no_such_weight() -> None:
     embedding, hidden = PositionEmbedding(llama_config(), ALONE), hidden_state(32, SEQ)
     assert not list(embedding.parameters())
     assert torch.equal(in_token_slices(embedding, hidden, (13, 1, 18)), hidden)
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_dropout_after_the_embedding(cut: tuple[int, ...]) -> None:
-    embedding, hidden = positions_of(hidden_dropout=0.25), hidden_state(32, SEQ)
-    kept = keep_mask(DropoutPlace.at(7, 1, 1, (5, 9), 0).rows(SEQ, hidden.device), 0, 32, 0.25)
-    expected = (hidden + embedding.weight[:SEQ]) * kept / 0.75
-    torch.testing.assert_close(in_token_slices(embedding, hidden, cut, number=1), expected, rtol=1e-14, atol=0)
-    evaluated = in_token_slices(embedding.eval(), hidden, cut, number=1)
-    assert torch.equal(evaluated, hidden + embedding.weight[:SEQ])
 
 
 def test_words_are_rows_and_tied_logits_are_products_with_them() -> None:

@@ -11,7 +11,7 @@ from megatron_terapipe.model.expert_dispatch import Pairs
 from megatron_terapipe.model.experts import ExpertLayer, choose, weigh
 from megatron_terapipe.model.mlp import Activation
 from tests.model.configs import expert_config
-from tests.model.whole_and_parts import ALONE, drawn
+from tests.model.rank_checks import ALONE, drawn
 
 GATED = {"activation": "swiglu", "disable_bias_linear": True}
 LAYERS = {

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring.counters import LiveBytes
 from megatron_terapipe.model import logits
 from megatron_terapipe.model.logits import LiveLogits, Logits
-from tests.model.whole_and_parts import ALONE, drawn
+from tests.model.rank_checks import ALONE, drawn
 
 VOCABULARY, WIDTH, ROWS = 2048, 2, 2
 LENGTHS = (10, 6, 8)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_terapipe.model import tensor_parallel
-from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
-from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import model_config
 
 WIDTH = 12
@@ -76,18 +75,6 @@ def test_outputs_and_gradients_are_the_same_bits(name: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_gradients_are_those_of_plain_autograd(name: str) -> None:
-    before, weight, bias = layers_of(name)
-    inputs, parameters = inputs_of(name, 3), list(before.parameters())
-    wanted = [inputs, weight, bias, *parameters]
-    found = tensor_parallel.linear(inputs, weight, bias, before=before)
-    expected = before(inputs) @ weight.T + bias
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
-    gradients = [torch.autograd.grad(each.square().sum(), wanted) for each in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", BEFORE)
 def test_only_the_input_and_parameters_are_kept(name: str) -> None:
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3), list(before.parameters())
@@ -137,36 +124,9 @@ def test_a_frozen_product_passes_the_gradient_on() -> None:
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_both_linear_layers_hand_over_the_parameters_of_the_layer_before(kind: type[nn.Module]) -> None:
-    before, _, _ = layers_of("layernorm")
-    layer = kind(WIDTH, 8, ALONE, normal(1.0)).double()
-    inputs = inputs_of("layernorm", 3)
-    wanted = [inputs, layer.weight, layer.bias, *before.parameters()]
-    found = torch.autograd.grad(layer(inputs, before).square().sum(), wanted)
-    expected = torch.autograd.grad(layer(before(inputs)).square().sum(), wanted)
-    for kept, recomputed in zip(expected, found, strict=True):
-        assert torch.equal(kept, recomputed)
-
-
 def test_evaluation_keeps_no_tensor() -> None:
     before, weight, bias = layers_of("rmsnorm")
     with torch.no_grad(), tensors_kept() as kept:
         output = tensor_parallel.linear(inputs_of("rmsnorm", 3), weight, bias, before=before)
     assert not kept
     assert not output.requires_grad
-
-
-def test_a_weight_of_three_dimensions_is_a_matrix_of_its_rows() -> None:
-    weight, bias = drawn(2, 4, WIDTH, seed=1), drawn(2, 4, seed=2)
-    for step in range(3):
-        inputs = drawn(2, 5, WIDTH, seed=3 + step)
-        output = tensor_parallel.linear(inputs, weight, bias)
-        stacked = [inputs @ weight[index].T + bias[index] for index in range(2)]
-        expected = torch.cat(stacked, -1)
-        torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-13)
-        of_expected = torch.autograd.grad(expected.square().sum(), [inputs, weight, bias])
-        before = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in (inputs, weight, bias)]
-        output.square().sum().backward()
-        for each, earlier, gradient in zip((inputs, weight, bias), before, of_expected, strict=True):
-            torch.testing.assert_close(each.grad, earlier + gradient, rtol=1e-12, atol=1e-12)

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from unittest.mock import patch
 
-import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents, document_attention
@@ -15,36 +14,7 @@ from deepspeed_ext.runtime.attention.flash_kernels import Runs
 from deepspeed_ext.runtime.attention.kernels import Attended, PlainAttention
 from deepspeed_ext.runtime.state import sequence_state
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-from tests.strategies import cuts
-
-HEADS, GROUPS, SIZE = 4, 2, 8
-
-
-@st.composite
-def packed(draw: st.DrawFn) -> tuple[TokenSlices, tuple[tuple[int, ...], ...]]:
-    """A cut into token slices, and where the documents of two rows begin."""
-    cut = draw(cuts(max_token_slices=4, max_length=8))
-    begins = st.sets(st.integers(1, cut.seq_length)).map(
-        lambda found: (0, *sorted(start for start in found if start < cut.seq_length))
-    )
-    return cut, (draw(begins), draw(begins))
-
-
-def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts, window: int | None = None
-) -> torch.Tensor:
-    """Torch's own attention, a document at a time."""
-    rows = []
-    for row, begins in enumerate(starts):
-        parts = []
-        for start, end in zip(begins, (*begins[1:], query.shape[1]), strict=True):
-            heads = (each[row : row + 1, start:end].transpose(1, 2) for each in (query, key, value))
-            seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-            if window is not None:
-                seen = seen.triu(1 - window)
-            parts.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True).transpose(1, 2))
-        rows.append(torch.cat(parts, dim=1))
-    return torch.cat(rows)
+from tests.runtime.attention.test_windows import setups, worst_error
 
 
 class RunsWrittenOut:
@@ -86,49 +56,12 @@ class RunsWrittenOut:
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-@given(
-    case=packed(),
-    way=st.sampled_from(["piece by piece", "dropped", "at once"]),
-    window=st.one_of(st.none(), st.integers(1, 9)),
-)
-def test_every_document_attends_to_itself(case, way: str, window: int | None) -> None:
-    """Forward and every gradient, whatever the cut; dropout written out on one side goes through the same masks."""
-    with pytest.MonkeyPatch.context() as patch:
-        if way == "at once":
-            patch.setattr(sequence_state, "kernel_of_runs_for", lambda _, window: RunsWrittenOut(window))
-        check_attention(*case, window, dropped=way == "dropped")
-
-
-def check_attention(
-    cut: TokenSlices, starts: tuple[tuple[int, ...], ...], window: int | None, *, dropped: bool
-) -> None:
-    torch.manual_seed(0)
-    shapes = [(2, cut.seq_length, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
-    tensors = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
-    weight = torch.randn(2, cut.seq_length, HEADS, SIZE, dtype=torch.double)
-    dropout = 0.3 if dropped else 0.0
-
-    def through(state: SequenceState) -> list[torch.Tensor]:
-        outputs = [
-            state.past(0, number).attend(*(each[:, start:end] for each in tensors), dropout=dropout, window=window)
-            for number, (start, end) in enumerate(state.token_slices.bounds())
-        ]
-        for output, (start, end) in reversed(list(zip(outputs, state.token_slices.bounds(), strict=True))):
-            (output * weight[:, start:end]).sum().backward()
-        found = [torch.cat(outputs, dim=1).detach(), *(each.grad for each in tensors)]
-        for each in tensors:
-            each.grad = None
-        return found
-
-    documents = Documents(starts)
-    found = through(SequenceState(cut, sequences=(4, 7), documents=documents))
-    if dropped:
-        expected = through(SequenceState(TokenSlices((cut.seq_length,)), sequences=(4, 7), documents=documents))
-    else:
-        output = one_by_one(*tensors, starts, window)
-        expected = [output.detach(), *torch.autograd.grad((output * weight).sum(), tensors)]
-    for got, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+@settings(deadline=None, max_examples=60)
+@given(setup=setups(fused=True), seed=st.integers(0, 2**16))
+def test_every_document_attends_to_itself_in_one_call(setup, seed: int) -> None:
+    torch.manual_seed(seed)
+    with patch.object(sequence_state, "kernel_of_runs_for", lambda _, window: RunsWrittenOut(window)):
+        assert worst_error(*setup) <= 1e-12
 
 
 def test_positions_restart_with_each_document() -> None:

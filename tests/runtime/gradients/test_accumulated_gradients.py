@@ -243,10 +243,6 @@ def test_a_device_without_it_gets_one_product_and_one_sum_and_a_warning(monkeypa
     )
 
 
-def test_cpus_have_no_such_operation() -> None:
-    assert not accumulated_gradients._adds_products(torch.device("cpu"), torch.bfloat16, torch.float32)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_adds_products_of_bf16_to_fp32_unrounded() -> None:

@@ -120,6 +120,7 @@ SETUPS = [
     Setup(2, f"{TP2} {EVEN} {SP} {PACKED} {SELECTIVE}", fp64=True, family="qwen"),
     Setup(2, f"{TP2} {UNEVEN} {FULL}", fp64=True, family="olmo"),
     Setup(2, f"{TP2} {UNEVEN} {ZERO}", family="qwen"),
+    Setup(2, f"{TP2} {UNEVEN} {DROPOUT} {SELECTIVE}", fp64=True, family="neox"),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {DROPOUT} {PACKED}", fp64=True, family="gemma", micro_batches=3),
     Setup(4, f"{TP2} {PP2} {UNEVEN} {SELECTIVE}", fp64=True, family="granite"),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {SELECTIVE}", fp64=True, family="gptj"),
