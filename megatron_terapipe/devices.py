@@ -110,7 +110,7 @@ class LibraryDevice:
     machine: str
     """Name of the machine with the default links of a cluster."""
     aliases: tuple[str, ...]
-    """Other names, such as those of published measurements."""
+    """Other names, such as names in published measurements."""
     power_w: float | None
     """Largest power limit of the board; None = not known."""
 

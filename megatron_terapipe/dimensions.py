@@ -183,7 +183,7 @@ class Dimension:
         default = list(self.default) if isinstance(self.default, tuple) else self.default
         return {**(found[0] if len(found) == 1 else {"anyOf": found}), "default": default}
 
-    def in_ties(self, value: Any) -> Any:
+    def tie_key_of(self, value: Any) -> Any:
         """Return the sort key of a value among strategies of the same cost, smallest first."""
         if self.tie_key is not None:
             return self.tie_key(value)
@@ -216,7 +216,7 @@ def dimensions_of(strategy: type[Any]) -> tuple[Dimension, ...]:
     return tuple(found)
 
 
-def in_places(dimensions: Sequence[Dimension], view: str) -> list[tuple[Dimension, str]]:
+def ordered_for(dimensions: Sequence[Dimension], view: str) -> list[tuple[Dimension, str]]:
     """Return the dimensions that a view shows, in its order, each with its words there.
 
     Args:

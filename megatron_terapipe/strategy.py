@@ -119,7 +119,7 @@ class Strategy:
         phrase=(4, "ep {}"),
         tie=19,
     )
-    """Ranks of a stage that share the experts of each layer; they are among those of the sizes above."""
+    """Ranks of a stage that share the experts of each layer; they are counted in the sizes above."""
 
     num_token_slices: int = dimension(
         1,
@@ -220,7 +220,7 @@ class Strategy:
         tie=8,
         tie_key=lambda mode: RECOMPUTE.index(mode) if mode in RECOMPUTE else len(RECOMPUTE),
     )
-    """Activations recomputed in the backward: none, selective, full, or those of a whole stage at once."""
+    """Activations recomputed in the backward: none, selective, full, or of a whole stage at once."""
 
     offload: bool = dimension(
         False,
@@ -383,7 +383,7 @@ class Strategy:
 
     @property
     def num_stages(self) -> int:
-        """Stages of all pipeline ranks, without those of the vocabulary."""
+        """Stages of all pipeline ranks, without stages of the vocabulary."""
         return self.pipeline_parallel_size * self.num_model_chunks
 
     @property

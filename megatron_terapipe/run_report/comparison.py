@@ -13,7 +13,7 @@ from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.measured import Comparison, alike, name_of, read_steps
 from deepspeed_ext.plan.text_files import parse_json, read_text
-from megatron_terapipe.dimensions import in_places
+from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.run_report.figures import Figures
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
@@ -175,7 +175,7 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
 
 
 def _differences(priced: Strategy, ran: Strategy) -> Iterator[str]:
-    for each, label in in_places(DIMENSIONS, "label"):
+    for each, label in ordered_for(DIMENSIONS, "label"):
         was, did = getattr(priced, each.name), getattr(ran, each.name)
         if was != did:
             yield f"{label}: {_text(did)} ran, {_text(was)} was priced"

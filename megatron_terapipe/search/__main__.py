@@ -56,7 +56,7 @@ def build_parser(prog: str) -> CommandParser:
 
 
 def _overview(prog: str) -> tuple[CommandParser, dict[str, CommandParser]]:
-    """The parser that lists the commands, and those of the commands, which have no flags yet."""
+    """The parser that lists the commands, and a parser of each command, which has no flags yet."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     return parser, {name: commands.add_parser(name, help=part.summary) for name, part in COMMANDS.items()}

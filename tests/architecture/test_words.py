@@ -35,8 +35,11 @@ NEW_WORDS = {
 STILL_FOUND = (
     *(f"deepspeed_ext/runtime/{name}" for name in ("attention", "gradients", "state", "topology.py")),
     *("megatron_terapipe/arguments", "megatron_terapipe/config"),
-    *("megatron_terapipe/model", "megatron_terapipe/search", "megatron_terapipe/training"),
-    *("megatron_terapipe/devices.py", "megatron_terapipe/dimensions.py", "megatron_terapipe/planning.py"),
+    *("megatron_terapipe/model", "megatron_terapipe/training"),
+    *("megatron_terapipe/dimensions.py", "megatron_terapipe/planning.py"),
+    # Notes of answers, which stay as they are.
+    *("megatron_terapipe/search/answer/advice.py", "megatron_terapipe/search/learn/costs.py"),
+    *("megatron_terapipe/search/machine/cluster_files.py", "megatron_terapipe/search/price/profile_times.py"),
     "megatron_terapipe/strategy.py",
 )
 """Where the new words are still found: this list only becomes shorter."""

@@ -40,7 +40,7 @@ from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 FOUND_ORDER = "found-order"
-"""Folder, in that of an answer, with the files that launch the winner with an order that was found."""
+"""Folder, inside the folder of an answer, with the files that launch the winner with an order that was found."""
 
 WORTH_SAYING = 0.02  # share of the time that leaving devices out must save before a note advises it
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_terapipe.dimensions import in_places
+from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
 from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, PredictedPart, RankedEntry
@@ -110,7 +110,7 @@ def compare(winner: RankedEntry, other: RankedEntry) -> StrategyComparison:
     """Compare the winner with another strategy."""
     changes = [
         (words, value_text(values[0], each.none), value_text(values[1], each.none))
-        for each, words in in_places(DIMENSIONS, "label")
+        for each, words in ordered_for(DIMENSIONS, "label")
         for values in [[entry.strategy.get(each.name, each.default) for entry in (winner, other)]]
         if values[0] != values[1]
     ]

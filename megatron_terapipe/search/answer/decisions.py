@@ -1,6 +1,6 @@
 """Days, price, energy and goodput of a whole training, from the predicted time of one iteration.
 
-The goodput is that of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+The goodput follows J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
 FGCS 22 (2006), for failures that are independent of each other. A published rate of failures: Llama 3 405B had 419
 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783, section 3.3.4), 0.17 a year for each device.
 """
@@ -50,7 +50,7 @@ class Training:
     def goodput(self, num_devices: int) -> tuple[float, float] | None:
         """Return the best seconds of training between two saves, and the share of the time that is then not lost.
 
-        Equations 37 and 20 of Daly; the first term of the former is that of J. W. Young, CACM 17 (1974).
+        Equations 37 and 20 of Daly; the first term of the former is by J. W. Young, CACM 17 (1974).
         """
         if self.between_failures_s is None:
             return None
@@ -147,7 +147,7 @@ def parse_prices(text: str, devices: Sequence[str]) -> dict[str, float]:
     found, unused, fault = {}, {name for name, _ in given}, None
     for device in devices:
         named = [pair for pair in given if names_one_device(pair[0], device)]
-        # V100 is that of 16 GB, and any other V100 without a price of its own.
+        # V100 is the one of 16 GB, and any other V100 without a price of its own.
         named = named or [pair for pair in given if name_words(pair[0]) <= name_words(device)]
         if len(named) == 1:
             found[device] = _number(named[0][1], f"--price {text}")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
-from megatron_terapipe.dimensions import in_places
+from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.search.answer.json_documents import DecisionPart, PredictedPart, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess
@@ -23,7 +23,7 @@ def model_flops(workload: Workload, *, causal: bool = False) -> float:
 def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float) -> Speed:
     """Return the published figures that follow from the seconds of an iteration.
 
-    The MFU is that of Chowdhery et al. (arXiv 2204.02311 appendix B), over the peak of the devices in use.
+    The MFU is defined by Chowdhery et al. (arXiv 2204.02311 appendix B), over the peak of the devices in use.
     """
     workload, nodes = problem.workload, problem.cluster.nodes
     tokens_per_s = strategy.num_sequences * workload.seq_length / iteration_time_s
@@ -131,7 +131,7 @@ def strategy_text(strategy: Strategy) -> str:
     """Return a strategy in one line, as `dp 4 · tp 8 · pp 2 · micro-batch 1 · 1f1b`, without usual values."""
     parts = [
         template.format(getattr(strategy, each.name))
-        for each, template in in_places(DIMENSIONS, "phrase")
+        for each, template in ordered_for(DIMENSIONS, "phrase")
         if each.always or getattr(strategy, each.name) != each.default
     ]
     return " · ".join(parts)

@@ -11,7 +11,7 @@ from deepspeed_ext.plan.terminal import ProgressLine
 from deepspeed_ext.plan.text_files import field_texts, read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json, read_json
-from megatron_terapipe.dimensions import in_places
+from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import needs_fp16
@@ -28,7 +28,7 @@ CHANGES = (
 )
 """Fields of the model section that flags of the search may change."""
 
-FROM_FLAGS = "-"  # MODEL that is no file and no preset: flags give all of it
+FROM_FLAGS = "-"  # MODEL where flags give all of it
 FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # target of flags
 
 TERAPIPE = "terapipe"
@@ -115,7 +115,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "search space", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
     )
-    for each, words in in_places(DIMENSIONS, "flag_help"):
+    for each, words in ordered_for(DIMENSIONS, "flag_help"):
         group.add_argument(each.flag, metavar=each.metavar, help=words)
 
 
@@ -171,7 +171,7 @@ def whole_numbers(text: str, wrong: str) -> tuple[int, ...]:
 
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut."""
-    given = {each: getattr(options, each.name) for each, _ in in_places(DIMENSIONS, "flag_help")}
+    given = {each: getattr(options, each.name) for each, _ in ordered_for(DIMENSIONS, "flag_help")}
     return {each.name: each.parse(text) for each, text in given.items() if text is not None}
 
 

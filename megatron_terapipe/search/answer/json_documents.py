@@ -74,11 +74,11 @@ class FewerDevicesPart(AlternativePart):
     time_ratio: float
     """The same in seconds of the winner on all devices; below 1 fewer devices are faster."""
     cost_ratio: float
-    """Seconds x devices in those of the winner; below 1 fewer devices need less device time for each token."""
+    """Seconds x devices, relative to the winner; below 1 fewer devices need less device time for each token."""
     device_hours_ratio: dict[str, float]
     """The same for each kind of device of the cluster; 0 = the part has none."""
     price_ratio: float | None
-    """Price of a token in that of the winner; null = no prices are given."""
+    """Price of a token, relative to the winner; null = no prices are given."""
 
 
 class OtherWinnerPart(ClosedModel):
@@ -235,7 +235,7 @@ class ModelPart(ClosedModel):
     name: str
     """Name of the preset, of the file, or its sizes."""
     parameters: int
-    """Parameters, those of a shared weight once."""
+    """Parameters; a shared weight counts once."""
     num_layers: int
     """Layers that are dealt to pipeline stages."""
     seq_length: int
@@ -302,7 +302,7 @@ class DecisionPart(ClosedModel):
     """A whole training with a strategy. Failures, where their rate is given, are part of days, price and energy."""
 
     tokens: float
-    """Tokens that price and energy are of: those of `--tokens`, else a million."""
+    """Tokens that price and energy are of: `--tokens`, else a million."""
     days: float | None
     """Days of training; null = without `--tokens`."""
     cost: float | None
@@ -393,7 +393,7 @@ class Ranking(Document):
     """Strategies with their prices."""
 
     entries: list[RankedEntry]
-    """The strategies: those of `rank` best first, those of `predict` in the order of their file."""
+    """The strategies: of `rank` best first, of `predict` in the order of their file."""
 
     @property
     def priced(self) -> list[RankedEntry]:

@@ -145,9 +145,9 @@ def next_steps(profile: Profile, model: str, path: str) -> Iterator[str]:
     """Yield the file that was written, missing measurements, and the commands that read it."""
     yield f"wrote {path}"
     if profile.num_nodes == 1:
-        yield "not measured: links between hosts, which stay those of the data sheet; --hostfile measures them"
+        yield "not measured: links between hosts, which stay as in the data sheet; --hostfile measures them"
     if not any(link.where == "inside" for link in profile.links):
-        yield "not measured: links inside a node, since each host has one rank; they stay those of the data sheet"
+        yield "not measured: links inside a node, since each host has one rank; they stay as in the data sheet"
     for sizes in sizes_measured_once(profile):
         yield f"measured: only {sizes}; op times of others are a guess, and a longer --budget-s measures them"
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"

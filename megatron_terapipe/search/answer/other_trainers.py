@@ -16,7 +16,7 @@ from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 
-FASTER = 0.98  # seconds of another trainer in those of the winner up to which a note advises it
+FASTER = 0.98  # seconds of another trainer, relative to the winner, up to which a note advises it
 
 
 def other_trainers(problem: SearchProblem, costs: Costs) -> Iterator[TrainerPart]:

@@ -37,7 +37,7 @@ HEADER = """#!/usr/bin/env bash
 # Written by the strategy search: runs {iterations} iterations on random tokens. Flags that follow are added, so
 #   ./launch.sh --data-path PREFIX --train-iters 100000
 # trains on data; add flags of the tokenizer, the learning rate and checkpoints. `--dry-run` only checks.
-# It runs from any directory. PRETRAIN_GPT names another pretrain_gpt.py than that of the checkout that wrote it.
+# It runs from any directory. PRETRAIN_GPT names another pretrain_gpt.py than the checkout has that wrote it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 data=--mock-data

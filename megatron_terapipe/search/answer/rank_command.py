@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
         proposed = []
         if result.entries and options.propose_trials is not None:
             proposed.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
-    # Placements of strategies are those of the cluster in the order of its hostfile.
+    # Placements of strategies are in terms of the cluster in the order of its hostfile.
     pricing = costs.pricing_on(problem.cluster)
     entries = [
         replace(entry, prediction=costs.with_interval(entry.strategy, entry.price, pricing)) for entry in result.entries
@@ -307,7 +307,7 @@ def explain_strategy(
 
 
 def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchResult) -> Iterator[str]:
-    """Yield the differences between the question of the search and that of the strategy."""
+    """Yield the differences between the questions of the search and of the strategy."""
     if strategy.world_size != problem.cluster.num_devices:
         yield (
             f"It uses {strategy.world_size} of the {problem.cluster.num_devices} devices, and every strategy of the "

@@ -45,7 +45,7 @@ Floats = NDArray[np.float64]
 HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is moved to at most
 
 FACTOR = 4.0
-"""By how much the bandwidth of a node may differ from that of a data sheet, either way: nodes with one card in place of
+"""By how much the bandwidth of a node may differ from the data sheet, either way: nodes with one card in place of
 eight, cards at a quarter of the rate, networks that are shared."""
 
 STEPS = 24  # bandwidths that are tried either way
@@ -84,7 +84,7 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing, calibration: Cal
 
 
 def widths_of(constants: Any, calibration: Calibration) -> dict[str, float]:
-    """Return the standard deviation of the logarithm of each constant: that of the calibration, else of its prior."""
+    """Return the standard deviation of the logarithm of each constant: of the calibration, else of its prior."""
     prior, intervals = Prior.of(constants), calibration.intervals
     found = dict(zip(prior.names, prior.widths.tolist(), strict=True))
     fitted = zip(intervals.parameter_names, np.sqrt(np.diag(intervals.covariance)).tolist(), strict=True)

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     pricing = costs.pricing_on(problem.cluster)
     counts = None
     if options.count is not None:
-        wrong = f"--count {options.count} is no list of numbers of token slices: write 1,2,4,8"
+        wrong = f"--count {options.count} is not a list of numbers of token slices: write 1,2,4,8"
         counts = (1, *whole_numbers(options.count, wrong))
     check_count("--granularity", options.granularity, MOST_TOKENS)
     try:

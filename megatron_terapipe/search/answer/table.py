@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.pipeline import granularity_of
 from megatron_terapipe.console import output_console
-from megatron_terapipe.dimensions import Dimension, in_places
+from megatron_terapipe.dimensions import Dimension, ordered_for
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
     count_text,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-COLUMNS = in_places(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
+COLUMNS = ordered_for(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
 
 DROPPED_FIRST = tuple(
     name
@@ -164,6 +164,6 @@ def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[list[str
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
     for entry, row in zip(entries, rows, strict=True):
         style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
-        # As `Text`, so that brackets in a name are no markup.
+        # As `Text`, so that brackets in a name are not markup.
         table.add_row(*map(rich.text.Text, row), style=style)
     return table

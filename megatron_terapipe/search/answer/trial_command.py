@@ -44,7 +44,7 @@ from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 
 HELP = (
-    "Run the best strategies of a search, or those of a file, for a few iterations each, with DeepSpeed's "
+    "Run the best strategies of a search, or of a file, for a few iterations each, with DeepSpeed's "
     "launcher. Add a line for each run to a file of trials, calibrate on them, and print the errors of "
     "predictions before and after. Strategies that the file already contains are not run again, so an "
     "interrupted command continues where it stopped."
@@ -93,7 +93,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep", metavar="DIR", help="keep the strategy, log and metrics of each run in a folder of DIR"
     )
-    group.add_argument("--trainer", metavar="FILE", help="path of pretrain_gpt.py (default: that of this checkout)")
+    group.add_argument("--trainer", metavar="FILE", help="path of pretrain_gpt.py (default: in this checkout)")
     group.add_argument(
         "--trainer-flags",
         metavar="WORDS",
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.timeout_s > 0:
         raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")
     if options.trainer and not Path(options.trainer).is_file():
-        raise ConfigError(f"--trainer {options.trainer} is no file: name pretrain_gpt.py")
+        raise ConfigError(f"--trainer {options.trainer} is not a file: name pretrain_gpt.py")
     # JSON on the terminal is the only text there.
     with redirect_stdout(sys.stderr) if options.json == STANDARD_OUTPUT else nullcontext():
         document = _run(options)

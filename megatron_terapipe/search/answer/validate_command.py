@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--leave-out",
         choices=["hidden_size", "layers", "model", "devices"],
-        help="predict the trials of each hidden size, number of layers, model or number of devices from those of the "
+        help="predict the trials of each hidden size, number of layers, model or number of devices from the "
         "others, to see how predictions extrapolate",
     )
     group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")

@@ -11,12 +11,12 @@ The width of an interval in scales follows from the trials (conformal prediction
 Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
 each group of trials is predicted by a fit without it (`GroupEffects.unseen`), and the multiplier is the
 quantile of |error| / scale, with the scale that this fit gives. Trials of one group are alike, so where there are few
-groups the quantile is drawn to that of Student's t-distribution. Fewer than nine groups do not determine nine tenths:
-they may widen an interval beyond that of a normal distribution, and not narrow it.
+groups the quantile is drawn to Student's t-distribution. Fewer than nine groups do not determine nine tenths: they may
+widen an interval beyond a normal distribution, and not narrow it.
 
 Memory: as with times, constants are fitted as logarithms around their defaults, with a loss that is robust against odd
-readings. The memory of the device is a lower bound of the peak of a run out of memory, and an upper bound of that of a
-run without a recorded peak.
+readings. The memory of the device is a lower bound of the peak of a run out of memory, and an upper bound where no
+peak was recorded.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -107,7 +107,7 @@ class Intervals:
 
 
 def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
-    """Return intervals without trials: as wide as the prior; None = that of `HardwareEfficiency`."""
+    """Return intervals without trials: as wide as the prior; None = the prior of `HardwareEfficiency`."""
     prior = prior or Prior.of(HardwareEfficiency())
     return Intervals(
         coverage=COVERAGE,
@@ -361,7 +361,7 @@ class Calibration:
         ]
 
     def slopes(self, model: CostModel, strategies: Sequence[Strategy]) -> Floats:
-        """[n, p] slopes of the logarithm of each time in that of each constant, as `intervals` counts them."""
+        """[n, p] slopes of the logarithm of each time in the logarithm of each constant, as `intervals` counts them."""
         if self.factors is None:
             return StrategyBatches([model] * len(strategies), strategies).slopes(
                 model.efficiency, self.intervals.parameter_names
@@ -436,7 +436,7 @@ LINES = 3  # how often times are drawn as straight lines
 def _factor_slopes(
     log_times: Callable[[ProfileFactors], Floats], factors: ProfileFactors, at: Floats | None = None
 ) -> Floats:
-    """[n, p] change of logarithms of times [n] with that of each factor; `at` has them without a change."""
+    """[n, p] change of logarithms of times [n] with the logarithm of each factor; `at` has them without a change."""
     at = log_times(factors) if at is None else at
     columns = [log_times(moved(factors, [name], STEP)) - at for name in FACTORS.names]
     return np.stack(columns, axis=1) / STEP

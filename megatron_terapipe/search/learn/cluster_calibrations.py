@@ -1,7 +1,7 @@
 """One calibration for each cluster that trials are of: fitted, or read from a file.
 
     Calibrations           a calibration for each (source, devices, one node or several), fitted at its first use
-    calibrated             that of a cluster, from a calibration file or a trials file
+    calibrated             the calibration of a cluster, from a calibration file or a trials file
     propose_strategies     the few trials that reduce uncertainty most
 
 A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Times on one node

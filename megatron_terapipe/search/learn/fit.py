@@ -56,7 +56,7 @@ from megatron_terapipe.strategy import Strategy
 Floats = NDArray[np.float64]
 
 SHARES = (0.1, 0.2, 0.4)
-"""How far constants of one group may be from those of its cluster, in widths of the prior: omega."""
+"""How far constants of one group may be from its cluster's, in widths of the prior: omega."""
 
 OFFSETS = (0.01, 0.03, 0.06)  # standard deviations that errors common to a group may have: tau
 
@@ -281,7 +281,7 @@ def residual_sd_of(errors: Floats, precision: Floats, prior: Prior[Any]) -> floa
 
 
 def kind_of(workload: Workload, strategy: Strategy) -> str:
-    """Return the kind of a strategy of a model: those of one kind run the same kernels."""
+    """Return the kind of a strategy of a model: strategies of one kind run the same kernels."""
     return f"hidden size {max(layer.hidden_size for layer in workload.layers)}, recompute {strategy.recompute}"
 
 

@@ -108,8 +108,8 @@ VOCAB_SIZE = 50257
 """Tokens of GPT-2's vocabulary, which published trials without a vocabulary size used; padded like the trainer's."""
 
 DEFAULTS = {"recompute": "none", "zero_stage": 0, "num_token_slices": 1}
-"""Fields of a strategy that a trial may leave out, where the trainer's own default would be another: the tables are
-of plain Megatron."""
+"""Fields of a strategy that a trial may leave out, where the trainer's own default would be another: tables show
+plain Megatron."""
 
 
 ONE_LAYER_MODEL_CHUNKS = "1F1B-I"
@@ -202,7 +202,7 @@ def read_trials(path: str | Path, trainers: Trainers = OF_PACKAGE) -> list[Trial
     A trial of several rounds has a line after each, and the last one counts.
 
     Args:
-        trainers: the trainers that lines may name, and those of lines that name none.
+        trainers: the trainers that lines may name, and the trainers of lines that name none.
     """
     reader = TrialReader(str(path), trainers)
     lines = enumerate(read_text(path).splitlines(), start=1)

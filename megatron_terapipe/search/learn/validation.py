@@ -149,7 +149,7 @@ def predict_in_folds(
     step: Callable[[int], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Predicted]:
-    """Predict each trial from those of the other folds, and from `more`, which every calibration uses.
+    """Predict each trial from the other folds, and from `more`, which every calibration uses.
 
     A cluster with all its trials in one fold is not calibrated.
     """
@@ -244,7 +244,7 @@ def validation_document(
     """All figures and all predictions.
 
     Args:
-        in_sample: number of the trials that are among those of the calibration.
+        in_sample: number of the trials that the calibration used.
         num_folds: folds of the cross-validation; None without one.
         left_out: the property of `LEFT_OUT` that makes the folds; None without one.
     """
@@ -324,7 +324,7 @@ LEGEND = (
 
 
 def print_validation(document: dict[str, Any], console: Console, *, show_groups: bool) -> None:
-    """Print a line for each source, or each group, with that of the naive model under it, and one for all together."""
+    """Print a line for each source, or each group, with the naive model under it, and one for all together."""
     table = Table(title="Predicted and measured", title_justify="left", padding=(0, 0, 0, 1))
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
@@ -363,7 +363,7 @@ def _calibration_lines(document: dict[str, Any]) -> list[str]:
         lines.append(f"Calibrated in {document['folds']} folds: each group is predicted from groups of other folds.")
     elif document["left_out"]:
         what = LEFT_OUT[document["left_out"]][0]
-        lines.append(f"Trials are predicted from those of the source with other {what}, if there are any.")
+        lines.append(f"Trials are predicted from the trials of the source with other {what}, if there are any.")
     elif document["calibrated_on"]:
         lines.append(f"Calibrated on {', '.join(document['calibrated_on'])}.")
     else:
@@ -375,5 +375,5 @@ def _calibration_lines(document: dict[str, Any]) -> list[str]:
             f"NOTHING FITTED for {', '.join(counted)}: there are no others of their cluster to be calibrated on."
         )
     if document["in_sample"]:
-        lines.append(f"IN-SAMPLE: {document['in_sample']} of the trials are among those of the calibration.")
+        lines.append(f"IN-SAMPLE: {document['in_sample']} of the trials are among the trials of the calibration.")
     return lines

@@ -68,8 +68,8 @@ def inside_notes(device: Device, inside: Link) -> Iterator[str]:
         )
     elif given > 2 * usual:
         yield (
-            f"inside {given:g} GB/s of {device.name} nodes is {given / usual:.2g} times that of a {machine.name}, "
-            f"which has {usual:g} GB/s in one direction: check it"
+            f"inside {given:g} GB/s of {device.name} nodes is {given / usual:.2g} times the {usual:g} GB/s of a "
+            f"{machine.name} in one direction: check it"
         )
 
 
@@ -83,8 +83,8 @@ def network_notes(network: Link) -> Iterator[str]:
         )
     elif not _is_line_rate(given) and _is_line_rate(8 * given):
         yield (
-            f"network {given:g} Gbit/s is the rate of no card, and {given:g} GB/s is that of a card of {8 * given:g} "
-            "Gbit/s: check the unit"
+            f"network {given:g} Gbit/s is the rate of no card, and {given:g} GB/s is the rate of a card of "
+            f"{8 * given:g} Gbit/s: check the unit"
         )
 
 
@@ -95,7 +95,7 @@ def device_notes(device: Device) -> Iterator[str]:
         if _is_close(device.half_flops / 1e12, 2 * dense):
             yield (
                 f"half_flops {device.half_flops / 1e12:g} TFLOP/s of {device.name} counts sparsity: write {dense:g} "
-                "TFLOP/s, that of dense products"
+                "TFLOP/s, of dense products"
             )
     if library.is_guess(device.name):
         yield f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it"
@@ -167,7 +167,7 @@ class LinkEntry(Entry):
 
 
 class NetworkEntry(LinkEntry):
-    """One network card, and the number of cards: if not given, those of the named machine, otherwise one."""
+    """One network card, and the number of cards: if not given, as many as the named machine has, otherwise one."""
 
     cards: DeviceCount | None = None
 
@@ -202,7 +202,7 @@ class NodeEntry(NodeParts):
 
 
 class ClusterEntry(Entry):
-    """A cluster file; `device` and `machine` are those of nodes that name neither."""
+    """A cluster file; `device` and `machine` are for nodes that name neither."""
 
     name: Text | None = None
     device: DeviceOrName | None = None
@@ -295,7 +295,7 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
         given, network = entry.network, _with_fields(node.network, entry.network)
         cards = node.num_network_cards if keeps_cards or given.bandwidth is None else 1
         if keeps_cards and cards > 1 and given.bandwidth is not None and given.cards is None:
-            notes.append(f"the network is read as that of each of the {cards} cards of the machine: give cards if not")
+            notes.append(f"the network is read as each of the {cards} cards of the machine: give cards if not")
         node = replace(node, network=network, num_network_cards=given.cards or cards)
         notes += network_notes(network)
     if entry.host is not None:
@@ -344,7 +344,7 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
     """Read a cluster, and the notes about its default values."""
     if not Path(path).exists():
         raise ConfigError(
-            f"{path} is no file: give a hostfile, of lines HOST slots=N, with --device; or a file of nodes, such as "
+            f"{path} is not a file: give a hostfile, of lines HOST slots=N, with --device; or a file of nodes, such as "
             "examples/clusters/a100-64.json"
         )
     text = read_text(path)

@@ -32,7 +32,7 @@ class Host:
 
 
 def is_hostfile(text: str, path: str = "") -> bool:
-    """Whether a file is a hostfile, or was meant to be one, so that errors are those of hostfiles."""
+    """Whether a file is a hostfile, or was meant to be one, so that errors are about hostfiles."""
     first = next((line for _, line in _lines(text)), "")
     if _LINE.match(first):
         return True

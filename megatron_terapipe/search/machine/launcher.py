@@ -58,7 +58,7 @@ LISTENING_PORTS = range(20_000, 32_768)
 """Ports below those that systems give to outgoing connections, one of which may take a free port before it is used."""
 
 _STRIPES = 64
-"""Parts of these ports, of which a process takes those of one."""
+"""Parts of these ports, of which a process takes one."""
 
 
 def launcher() -> str:

@@ -12,10 +12,10 @@ from megatron_terapipe.search.machine.documents import suggestion
 
 # Machines by name: how many devices of which kind, and the links inside and between them, one direction.
 #
-# Bandwidths are those of data sheets: an NVLink generation by its links per device, PCIe by lanes, network cards by
-# their line rate. Latencies are those that NCCL assumes for rings of its Simple protocol: 3.4 us over NVLink, 5.7 us
+# Bandwidths are from data sheets: an NVLink generation by its links per device, PCIe by lanes, network cards by
+# their line rate. Latencies are what NCCL assumes for rings of its Simple protocol: 3.4 us over NVLink, 5.7 us
 # over PCIe, 14 us over a network (github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`); Ethernet without remote memory
-# access is given 30 us, a round guess. The host's memory is that of the whole node in 10^9 bytes; each device reaches
+# access is given 30 us, a round guess. The host's memory is of the whole node in 10^9 bytes; each device reaches
 # it over its own 16 lanes of PCIe, or over NVLink-C2C or Infinity Fabric. The reached share of all this is in
 # `price.efficiency`. Sources:
 #

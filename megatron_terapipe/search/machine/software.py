@@ -81,7 +81,7 @@ class Operators:
     """Choice of experts, rows in the order of the experts, and sums of a token's rows [hidden state of a row]."""
     expert_bias: Operator = NOTHING
     """Bias of the second product of experts, where that product does not add it [hidden state of a chosen row]; its
-    kernels are those of one expert."""
+    kernels are of one expert."""
     expert_activation: Operator = Operator(forward=5, backward=8)
     """Activation function of experts, and the weight of each row [number that it puts out]."""
 
@@ -129,8 +129,8 @@ class AttentionCore:
     keeps_dropped: bool = False
     """Whether scores that are written out are kept a second time, with the mask of dropout."""
     prefix: Operator = NOTHING
-    """Gradients of keys and values before the token slice that its backward adds to those of later ones, which are kept
-    in fp32 [channel of a key or value]; its kernels are those of all of them."""
+    """Gradients of keys and values before the token slice that its backward adds to gradients of later ones, kept in
+    fp32 [channel of a key or value]; its kernels are of all of them."""
 
     @property
     def writes_scores(self) -> bool:
@@ -258,7 +258,7 @@ class Software:
     loss_in_place: bool = False
     """Whether the loss reads logits as they are and writes their gradient over them; else it keeps them in fp32."""
     launch_factor: float = 1.0
-    """Host time of a kernel launch, in that of a Megatron layer of 2021 written in Python."""
+    """Host time of a kernel launch, relative to a Megatron layer of 2021 written in Python."""
     allocator_factor: float = 1.06
     """Memory taken for a byte of activations, with fragmentation of the allocator."""
 

@@ -5,7 +5,7 @@
 
 The standard input is closed when the process at its other end ends, also if it is killed. DeepSpeed's launcher cannot
 end a launch so: it forwards no signal to a rank that hangs, and on a signal it kills every launcher of this user on
-its hosts, those of other runs too. So each process of a launch has a mark among its variables, by which it is found.
+its hosts, of other runs too. So each process of a launch has a mark among its variables, by which it is found.
 
 Only the standard library is used: this is a program of its own, which starts at once.
 """
@@ -99,7 +99,7 @@ def _marked(mark: str) -> list[int]:
     sign = f"{VARIABLE}={mark}".encode()
     found = []
     for variables in Path("/proc").glob("[0-9]*/environ"):
-        # Those of others cannot be read, and some end while they are.
+        # Variables of other users cannot be read, and some end while they are.
         with suppress(OSError):
             if sign in variables.read_bytes().split(b"\0"):
                 found.append(int(variables.parent.name))

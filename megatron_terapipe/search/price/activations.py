@@ -269,8 +269,8 @@ class StageBytes(NamedTuple):
     """Bytes on each stage of the whole pipeline, [stages] numbers."""
 
     token: TokenMemory
-    """Of one token of a micro-batch; `working` and `scores` are those of the layer with most, `window_gradients` those
-    of a whole micro-batch, `state` those of a token slice."""
+    """Of one token of a micro-batch; `working` and `scores` are of the layer with most, `window_gradients` of a
+    whole micro-batch, `state` of a token slice."""
     head_working: Numbers | float = 0.0
     """`working` of the head, which is separate because it has a limit."""
     limits: LogitLimits = LogitLimits(inf, inf)
@@ -322,7 +322,7 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
     least = -(-num_ranks // num_token_slices)
     if schedule != "interleaved":
         return min(num_micro_batches, 2 * least + 2)
-    # Its groups of micro-batches are all of one length here, that of its longest group.
+    # Its groups of micro-batches are all as long here as its longest group.
     groups = max(num_micro_batches // least, 1)
     longest = -(-num_micro_batches // groups)
     enough = 4 * longest
@@ -356,7 +356,7 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     in_reach = (len(tokens) > 1) * of_token.window_gradients
     comes, goes = np.where(is_forward & first, sequence, 0.0), np.where(is_turn & first, sequence, 0.0)
     if any(copy.content is Content.KEYS_AND_VALUES for copy in copies):
-        # Those of each token slice are apart, so that each can go by itself.
+        # Tensors of each token slice are apart, so that each can go by itself.
         of_own = own * of_token.key_values
         comes, goes = np.where(is_forward, of_own, 0.0), np.where(is_turn, of_own, 0.0)
     comes = comes + np.where(is_turn & last, tokens[:-1].sum() * of_token.key_value_gradients + in_reach, 0.0)

@@ -116,10 +116,10 @@ class CostModel:
             activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if it is a zero-bubble
                 order as Qi et al. (arXiv 2401.10241) find for such a limit, ZB-1p and ZB-2p; it is priced in closed
                 form. None = the schedule's own order, simulated.
-            memory_limit: activations of one micro-batch that a rank may keep under an `optimised` order; None = those
-                of 1f1b.
-            model_chunk_placement: which stages a rank owns. Ops and messages are priced as those of `looped` stages;
-                those of a V differ only where ranks do.
+            memory_limit: activations of one micro-batch that a rank may keep under an `optimised` order; None = as
+                many as 1f1b.
+            model_chunk_placement: which stages a rank owns. Ops and messages are priced as with `looped` stages;
+                a V differs only where ranks do.
         """
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
@@ -440,8 +440,8 @@ class Pricing:
     def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:
         """Return the copies on hosts until every rank has reached its peak; None without copies.
 
-        Those of an `optimised` order depend on the order, which is not known yet: its memory is counted without copies,
-        which is an upper limit.
+        Copies of an `optimised` order depend on the order, which is not known yet: without copies, its memory is an
+        upper limit.
         """
         if not strategy.offload or strategy.schedule == OPTIMISED:
             return None

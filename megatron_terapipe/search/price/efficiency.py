@@ -1,7 +1,7 @@
 """Share of the data sheet that is reached, the same for every strategy: the constants that calibration fits.
 
 A constant is a field declared by `constant` or `factors`, with its default and the width of its prior.
-`HardwareEfficiency` holds those of time, `memory.MemoryOverheads` those of memory. `GENERATIONS` has the reach of
+`HardwareEfficiency` holds constants of time, `memory.MemoryOverheads` of memory. `GENERATIONS` has the reach of
 kernels on each generation of devices, relative to an A100.
 """
 
@@ -149,10 +149,10 @@ class HardwareEfficiency:
     separate factors relative to A100s (`GENERATIONS`, `roofline.FUSED_KERNELS`). The defaults are of A100s with
     Megatron, rounded:
 
-    - `gemm_efficiency`: products of random numbers of 8192 x 8192 reach 0.825 of the peak for seconds, those of zeros
+    - `gemm_efficiency`: products of random numbers of 8192 x 8192 reach 0.825 of the peak for seconds, of zeros
       0.946, since the clock falls with power (A100, 400 W: thonking.ai/p/strangely-matrix-multiplications). Devices of
       a node differ by 5 %, and all wait for the slowest (github.com/stas00/ml-engineering, accelerator/README.md).
-    - from fits to published trials, rounded by hand, so those trials are no held-out evidence: `misaligned_efficiency`
+    - from fits to published trials, rounded by hand, so those trials are not held-out evidence: `misaligned_efficiency`
       (BigScience's chronicles, tr11), `attention_efficiency`, `memory_efficiency` (0.7 to 1.0), `launch_s`,
       `launch_jitter`, `launch_exposed`, `optimizer_passes` and `iteration_s` (vTrain's runs on one node);
       `network_efficiency` (0.06 to 0.9 over a dozen sites, so its prior is wide; 0.3 to 0.94 in published tests of
@@ -310,7 +310,7 @@ def reachable_bandwidth(device: Device) -> float:
 class ProfileFactors:
     """Seconds in training per second of the profile.
 
-    The priors are guesses: that of `ops` is wide enough for two ranks on the cores of one, that of `messages`
+    The priors are guesses: the one of `ops` is wide enough for two ranks on the cores of one, the one of `messages`
     for collectives that wait for a busy processor.
     """
 

@@ -27,7 +27,7 @@ class LayerTimes(NamedTuple):
     launch_input_gradient: ScalarOrArray = 0.0
     launch_weight_gradient: ScalarOrArray = 0.0
     shared_experts: ScalarOrArray = 0.0
-    """Of `forward`, those of shared experts."""
+    """Part of `forward` in shared experts."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,7 +76,7 @@ class LayerQuery(OpSizes):
 
     @property
     def rows(self) -> ScalarOrArray:
-        """Rows [...] of the layer's matrices: tokens of the token slice on one rank, those of all sequences."""
+        """Rows [...] of the layer's matrices: tokens of the token slice on one rank, of all sequences."""
         return self.sequences * (self.end - self.start)
 
     @property
@@ -107,7 +107,7 @@ class OpTimes(Protocol):
     """Times of the ops of a layer, wherever they come from."""
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
-        """Return the seconds of the ops of one layer; arrays have the shape that those of the query broadcast to."""
+        """Return the seconds of the ops of one layer; arrays have the shape that the query broadcasts to."""
         ...
 
 

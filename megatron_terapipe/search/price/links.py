@@ -88,7 +88,7 @@ class ClusterTable:
 class GroupTopology(NamedTuple):
     """Number of ranks and nodes of a group, and the links between them.
 
-    Numbers, or arrays: those of `RankGroups` are [P], the slowest group of each pipeline rank.
+    Numbers, or arrays: in `RankGroups` [P], the slowest group of each pipeline rank.
     """
 
     size: ScalarOrArray
@@ -143,7 +143,7 @@ class RankKind(NamedTuple):
 class BoundaryLinks(NamedTuple):
     """Links between a pipeline rank and the next, the slowest of all pairs; numbers or arrays.
 
-    Those of `RankGroups` are [P]; entry P - 1 is from the last rank to the first.
+    In `RankGroups` [P]; entry P - 1 is from the last rank to the first.
     """
 
     bandwidth: ScalarOrArray
@@ -231,7 +231,7 @@ class RankGroups:
 
     @cached_property
     def kinds(self) -> tuple[RankKind, ...]:
-        """Pipeline ranks by their devices and links; those of a kind share the times of their layers."""
+        """Pipeline ranks by their devices and links; ranks of a kind share the times of their layers."""
         ranks = len(self.devices)
         columns = [np.broadcast_to(part, ranks).tolist() for links in self.layer_links(slice(None)) for part in links]
         found: dict[tuple[object, ...], list[int]] = {}
@@ -341,7 +341,7 @@ class RankGroups:
     def _links(
         self, groups: Whole, num_stages: int | None = None, counted: NDArray[np.bool_] | None = None
     ) -> GroupTopology:
-        """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another.
+        """Links of groups, given as [groups, members] nodes, pipeline rank after pipeline rank.
 
         All of them use the links; only those `counted` are in the result, as many of each pipeline rank.
         """
@@ -461,8 +461,7 @@ def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
     """Seconds until each rank has a part of the numbers of every other; arguments broadcast.
 
     Of the n parts of its bytes a rank keeps one, sends those for its own node over the link inside, and the others over
-    the network cards, which carry those of all its ranks. All messages are posted at once, so their latencies do not
-    add up.
+    the network cards, which carry messages of all its ranks. All are posted at once, so their latencies do not add up.
     """
     size = np.maximum(topology.size, 1)
     in_a_node = size / topology.num_nodes

@@ -103,7 +103,7 @@ class MemoryOverheads:
     at the start (`CUDA_MODULE_LOADING=EAGER`; more than 1 GB, https://github.com/pytorch/pytorch/issues/107667). An
     estimate."""
     communicator_bytes: float = constant(0.5e9, 0.7)
-    """Buffers of the communicators of one axis that a rank is in, whatever it sends. An estimate; those of a GPU of
+    """Buffers of the communicators of one axis that a rank is in, whatever it sends. An estimate; on a GPU of
     vLLM took 1.0 GB (https://github.com/vllm-project/vllm/pull/46234). Messages have little: two channels of 9.2 MiB
     for each communicator that receives (`MESSAGE_CTAS`, sizes in NCCL's `device.h`)."""
     state_factor: float = constant(1.02, 0.03)
@@ -150,7 +150,7 @@ class Counted(NamedTuple):
     """How many the rank is in."""
 
     def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
-        """Add the bytes at the moment of the peak, and those of messages between stages; arguments broadcast."""
+        """Add the bytes at the moment of the peak, and of messages between stages; arguments broadcast."""
         return self._replace(**held._asdict(), buffers=self.buffers + messages)
 
 
@@ -232,7 +232,7 @@ class MemoryModel:
     def count(
         self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
     ) -> list[Counted]:
-        """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`."""
+        """Return the counted memory of each rank, before overheads are applied; errors are as in `predict`."""
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
         counts = self.counter.count(
@@ -264,8 +264,8 @@ class MemoryModel:
         """Count bytes [ranks] of weights, gradients, optimizer state, buckets and communicators.
 
         Args:
-            parameters: those of a rank, without experts.
-            expert_parameters: those of experts on a rank.
+            parameters: of a rank, without experts.
+            expert_parameters: of experts on a rank.
         """
         copies, state = layout.num_weight_copies, self.software.state(self.precision, zero_stage)
         # Without expert-parallel ranks experts are as other weights of which each tensor-parallel rank has a copy.

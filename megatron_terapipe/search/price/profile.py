@@ -169,7 +169,7 @@ class Profile(Entry):
         return self._source
 
     def links_of(self, where: str) -> list[ProfiledLink]:
-        """Links `inside` nodes, or those of the `network`."""
+        """Links `inside` nodes, or of the `network`."""
         return [link for link in self.links if link.where == where]
 
 

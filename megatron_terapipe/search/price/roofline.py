@@ -247,8 +247,8 @@ class Roofline:
         2 K R N / (peak * efficiency) * (1 + depth / K) * (1 + area / (R N))     and     bytes / memory bandwidth
 
     `depth` is the fixed work of each output tile, `area` the last wave of tiles, which fills the device in part: both
-    make small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three are those
-    of an A100, times the ratio of the device's generation in half precision (`GENERATIONS`).
+    make small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three are
+    for an A100, times the ratio of the device's generation in half precision (`GENERATIONS`).
     `FusedAttention` has the form of fused attention.
     """
 
@@ -287,7 +287,7 @@ class Roofline:
             if self.software.logits_at_once is not None:
                 logits = query.sequences * layer.tokens * sum(product.outputs for product in layer.products) / tp
                 twice = logits_computed_again(logits, self.software.logits_at_once)  # type: ignore[arg-type]
-                # Logits are not kept: the gradients of the head's weight are computed with those of its input.
+                # Logits are not kept: the gradients of the head's weight and input are computed together.
                 parts = [
                     part._replace(
                         input_gradient=part.input_gradient + part.weight_gradient + twice * part.forward,
@@ -458,7 +458,7 @@ class Roofline:
     def _recurrence(self, query: LayerQuery, sizes: Recurrence) -> _Part:
         """Small products between two projections, which the backward computes again; memory moves as in attention.
 
-        Times are those of attention with as many FLOPs, as no published ones of such kernels are used.
+        Times are as of attention with as many FLOPs, as no published ones of such kernels are used.
         """
         device, tp = query.device, query.tensor_parallel_size
         reached = self._products_reach(device) * self.efficiency.attention_efficiency

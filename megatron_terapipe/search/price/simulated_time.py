@@ -13,7 +13,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED, memory_of_1f1b, schedule_nam
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders, SimulatedOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.search.price.activations import orders_of_ranks
-from megatron_terapipe.search.price.batch import of_slowest_and_others, pipeline_time
+from megatron_terapipe.search.price.closed_form import pipeline_time, slowest_rank_and_rest
 
 MOST_OPS = 8_000
 """Ops that are simulated one by one: compiling their orders takes a few hundredths of a second, once per shape."""
@@ -60,7 +60,7 @@ class ScheduleSimulator:
         """Return the makespan of a schedule, in the seconds of its costs.
 
         Beyond `MOST_OPS` it is extrapolated from two smaller numbers of micro-batches, a period apart. Once the
-        pipeline is full every period takes the same time, that of the slowest rank, so the rest is a straight line.
+        pipeline is full every period takes the same time as the slowest rank, so the rest is a straight line.
 
         Args:
             token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
@@ -145,7 +145,7 @@ def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float
     tables = np.array([costs.forward, costs.backward, costs.weight_gradient]).sum(axis=2)
     forward, input_gradient, weight_gradient = tables.reshape(3, shape.num_model_chunks, -1).sum(axis=1)
     ops = np.array([forward, input_gradient + weight_gradient, input_gradient, weight_gradient])
-    slowest, others = of_slowest_and_others("zero-bubble", ops)
+    slowest, others = slowest_rank_and_rest("zero-bubble", ops)
     makespan = pipeline_time(
         "zero-bubble",
         num_micro_batches=shape.num_micro_batches,

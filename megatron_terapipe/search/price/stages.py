@@ -59,7 +59,7 @@ class LayerCounts:
     """[P] parameters that a tensor-parallel rank holds, without experts; a weight that two of its layers share counts
     once."""
     shared_parameters: Floats
-    """[P] of them those of a weight that another pipeline rank holds, too (tied embedding)."""
+    """[P] of them in a weight that another pipeline rank holds, too (tied embedding)."""
     last_layers: NDArray[np.int64]
     """[stages - 1] index of the layer before each boundary."""
     expert_parameters: Floats
@@ -137,8 +137,8 @@ class LayerCounter:
         layers = self.workload.layers
         if layers[-1].kind != "head" or layers[-1].shared_weight is not None:
             raise ConfigError(
-                "strategy: vocabulary_stages cuts the head of a model, and the last layer of this one is no head with "
-                "a weight of its own: leave vocabulary_stages false"
+                "strategy: vocabulary_stages cuts the head of a model, and the last layer of this one is not a head "
+                "with a weight of its own: leave vocabulary_stages false"
             )
         head = self.kind_of_layer[-1]
         parts = np.zeros((num_ranks, per_stage.shape[1]))
@@ -310,7 +310,7 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | 
 
     Args:
         per_device: [parts, rows, *sizes] of each device.
-        whole_s: [rows, ...] seconds of a whole micro-batch on each device, which broadcast; None = those of the ops.
+        whole_s: [rows, ...] seconds of a whole micro-batch on each device, which broadcast; None = seconds of the ops.
     """
     if whole_s is None:
         whole_s = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]

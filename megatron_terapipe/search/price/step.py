@@ -99,11 +99,11 @@ def step_costs(
     """Price the end of an iteration; arguments broadcast.
 
     Args:
-        parameters: those of a rank, without experts.
-        shared_parameters: those of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
+        parameters: of a rank, without experts.
+        shared_parameters: of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
         ends_topology: links between the first and the last pipeline rank.
         memory_bandwidth: bytes per second of the device.
-        expert_parameters: those of experts on a rank.
+        expert_parameters: of experts on a rank.
         expert_topology: links between the ranks with the same experts.
     """
     traffic = step_traffic(software, precision, zero_stage)

@@ -118,7 +118,7 @@ class Experts:
     products: tuple[Product, ...]
     """Matrices of one; tensor-parallel ranks share them only where a trainer cuts experts."""
     parameters: int
-    """Those of all experts, which are among `Layer.parameters`."""
+    """Parameters of all experts, which `Layer.parameters` includes."""
     dispatcher: Literal["auto", "alltoall", "allgather"] = "auto"
     """How tokens travel, as `--moe-token-dispatcher-type`."""
     imbalance: float = IMBALANCE
@@ -148,7 +148,7 @@ class Layer:
     parameters: int
     """All of them, before any parallelism."""
     unshared_parameters: int = 0
-    """Those of `parameters` of which every tensor-parallel rank holds a copy (norms, positions)."""
+    """Part of `parameters` of which every tensor-parallel rank holds a copy (norms, positions)."""
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
     recurrence: Recurrence | None = None
@@ -241,7 +241,7 @@ class Layer:
 
     @property
     def expert_parameters(self) -> int:
-        """Those of `parameters` that expert-parallel ranks share."""
+        """Part of `parameters` that expert-parallel ranks share."""
         return 0 if self.experts is None else self.experts.parameters
 
 
@@ -269,7 +269,7 @@ class Workload:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters; those of a shared weight once."""
+        """All parameters; a shared weight counts once."""
         total, seen = 0, set()
         for layer in self.layers:
             total += layer.parameters
@@ -281,7 +281,7 @@ class Workload:
 
     @cached_property
     def experts(self) -> Experts | None:
-        """Those of one layer; other layers have as many. None without any."""
+        """Experts of one layer; other layers have as many. None without any."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @cached_property

@@ -42,7 +42,7 @@ class ProductEntry(Entry):
 
 
 class AttentionEntry(Entry):
-    """An attention; the default number of key and value heads is that of query heads."""
+    """An attention; the default number of key and value heads is the number of query heads."""
 
     query_heads: Count
     key_value_heads: Count | None = None
@@ -74,7 +74,7 @@ class AttentionEntry(Entry):
 
 
 class LayerEntry(Entry):
-    """A layer, or `repeat` equal ones in a row; the default number of parameters is that of its products."""
+    """A layer, or `repeat` equal ones in a row; by default its parameters are in its products."""
 
     repeat: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     name: Text | None = None
@@ -185,7 +185,7 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
 def parse_workload(document: object, where: str, changes: Mapping[str, Any] | None = None) -> Workload:
     """Read a model from the object of a file.
 
-    It has fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or those of Hugging
+    It has fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or fields of Hugging
     Face, with `model_type`.
     """
     if isinstance(document, Mapping) and "layers" in document:
@@ -221,7 +221,7 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
 
 
 def _refuse_other_models(document: object, where: str) -> None:
-    """Raise if the fields are those of a model that the trainer does not have, rather than misspelt ones of its own."""
+    """Raise if the fields describe a model that the trainer does not have, rather than misspelt ones of its own."""
     if not isinstance(document, Mapping):
         return
     refuse_experts({name: value for name, value in document.items() if name not in GptEntry.model_fields}, where)

@@ -108,7 +108,7 @@ def with_interleaved_slices(
 
 
 LEAST_COMPUTE = 0.6
-"""Compute of the best strategy on a part, in that of the winner, at least: it may recompute less and cut into larger
+"""Compute of the best strategy on a part, relative to the winner, at least: it may recompute less and cut into larger
 pieces. A part that would take longer than the winner even so is not searched for its time."""
 
 
@@ -168,7 +168,7 @@ def _halvings(number: int) -> list[int]:
 
 
 def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Return constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
+    """Return constraints that keep a search short: the plain values of a dimension, and the values of a strategy."""
     ranks = strategy.tensor_parallel_size
     near: dict[str, tuple[Any, ...]] = {
         "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),

@@ -19,7 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.devices import Device
-from megatron_terapipe.search.price.batch import lower_bound, of_slowest_and_others, pipeline_time, round_trip_bound
+from megatron_terapipe.search.price.closed_form import (
+    lower_bound,
+    pipeline_time,
+    round_trip_bound,
+    slowest_rank_and_rest,
+)
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
@@ -249,7 +254,7 @@ def different_rows(rows: Floats) -> tuple[Whole, Whole]:
 
 
 class MessageTimes(NamedTuple):
-    """Seconds of messages; the axes are those of ops."""
+    """Seconds of messages; the same axes as ops."""
 
     first: Floats
     """[stages, B, S, 1, Q] that the first token slice has spent on its way to each stage."""
@@ -354,7 +359,7 @@ def grid_times(
                     bound[order, place, ..., zero] = bound_s + step_s
         return estimate, bound
 
-    # Replicas on unlike nodes do not wait for each other: an iteration takes as long as that of the slowest.
+    # Replicas on unlike nodes do not wait for each other: an iteration takes as long as on the slowest.
     estimates, bounds = zip(*map(of_replicas, groups.by_replica), strict=True)
     return np.maximum.reduce(estimates), np.maximum.reduce(bounds)
 
@@ -362,7 +367,7 @@ def grid_times(
 def _estimate(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
     """[B, S, R, Q] seconds of the ops, without a bound's certainty."""
     micro_batches, num_token_slices = _sizes(grid)
-    slowest, others = of_slowest_and_others(schedule, ops.whole, ops.multiplicity)
+    slowest, others = slowest_rank_and_rest(schedule, ops.whole, ops.multiplicity)
     estimate = pipeline_time(
         schedule,
         num_micro_batches=micro_batches,
@@ -427,7 +432,7 @@ def _back(schedule: str) -> int:
 def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: CostModel, zero_stage: int) -> Floats:
     """[B, S, R, Q] seconds after the last op.
 
-    Of reductions that overlap only those of the first rank count: the others run until it is done.
+    Of reductions that overlap only the first rank's count: the others run until it is done.
     """
     fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.efficiency.iteration_s
     communication = model.software.communication

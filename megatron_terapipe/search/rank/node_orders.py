@@ -15,7 +15,7 @@ from math import factorial, prod
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 
 MOST_ORDERS = 6
-"""Orders that are tried for every layout: all those of two and two nodes, or of three kinds that stay together."""
+"""Orders that are tried for every layout: all orders of two and two nodes, or of three kinds that stay together."""
 
 MOST_KINDS = 3
 """Kinds that are put in every order on large clusters, those with most devices; others go next to the most similar."""

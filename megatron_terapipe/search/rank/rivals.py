@@ -18,7 +18,7 @@ q = 2nd a bytes of its queries (a heads of d numbers) there are
 
 With h = da that is 15 u + 4 k. `tests/search/rank/test_rivals.py` holds it against ArcticTraining's longest sequences.
 
-Seconds are those of the cost model with the description `ALST`, and more. Copies of checkpoints to the
+Seconds are from the cost model with the description `ALST`, and more. Copies of checkpoints to the
 host and back wait for each other and for the layer: memory there is not page-locked (ArcticTraining,
 `monkey_patches.py`, `CheckpointFunctionWithCPUOffload`). MLPs run in tiles of h tokens, and forward three times: the
 tiled backward repeats the recomputation (DeepSpeed, `TiledMLP`).
@@ -166,7 +166,7 @@ def attention_bytes(attention: Attention, tokens: float, sequence_parallel_size:
 
 
 PAGEABLE_SHARE = 0.25
-"""Speed of a copy from or to memory of the host that is not page-locked, in that of one that is. A guess."""
+"""Speed of a copy from or to memory of the host that is not page-locked, relative to memory that is. A guess."""
 
 HOST_STEP_PARAMETERS_PER_S = 4e9
 """Parameters that the Adam of one host steps in a second: ten billion took 2.6 s (ZeRO-Offload, arXiv 2101.06840 table
@@ -264,7 +264,7 @@ def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.
     None if there is no way: its ranks cannot share the heads, or the batch.
 
     Args:
-        pricing: that of `ALST`.
+        pricing: with `ALST`.
         headroom: share of each device that stays free.
     """
     workload, nodes = pricing.workload, pricing.cluster.nodes

@@ -178,7 +178,7 @@ def _token_slices(grid: StrategyGrid, problem: SearchProblem, count: int, sequen
     if grid.lengths is not None and sum(grid.lengths) != seq_length:
         return f"token slices of {sum(grid.lengths)} tokens do not cover sequences of {seq_length}"
     if any(length % size for length in grid.lengths or (seq_length,)):
-        return f"each token slice is dealt to {size} ranks, and one is no multiple of {size} tokens"
+        return f"each token slice is dealt to {size} ranks, and one is not a multiple of {size} tokens"
     return None
 
 

@@ -45,7 +45,7 @@ class SearchProblem:
     _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
-        """Return the layers of each stage; those of a rule are computed once."""
+        """Return the layers of each stage; the stages of a rule are computed once."""
         if not isinstance(stage_partition, str):
             return self.workload.partition(stage_partition, num_stages)
         key = (stage_partition, num_stages)

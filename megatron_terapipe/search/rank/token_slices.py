@@ -69,7 +69,7 @@ class TabulatedCosts:
         return times
 
     def busiest_and_others(self, num_ranks: int) -> "TabulatedCosts":
-        """Two stages in place of a pipeline: that of its busiest rank, and the mean of all others.
+        """Two stages in place of a pipeline: its busiest rank, and the mean of all others.
 
         A rank with several model chunks has the mean of their times.
         """
@@ -93,7 +93,7 @@ class TabulatedCosts:
         first, last = np.triu_indices(len(points), 1)
         placed = cost_model.placed(strategy)
         sizes = op_sizes(placed.strategy, points[first] / grid.seq_length, points[last] / grid.seq_length)
-        # The slowest device is that of all tokens in one token slice.
+        # The slowest device is the slowest with all tokens in one token slice.
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
         # Times of layers are kept, for the same strategy with other layers on its stages.
@@ -137,7 +137,7 @@ class ExtrapolatedSchedule(CutEvaluation):
     """Judges cuts by one schedule.
 
     Once the pipeline is full each further round of micro-batches takes as long as the one before, so that the makespan
-    of many is on the straight line through those of two smaller numbers.
+    of many is on the straight line through two smaller numbers.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ def solve_cut(
             those next to the best. Numbers that the sequence or the schedule has no room for are left out.
         granularity: lengths are multiples of this; None = as the trainer's own cuts: of 16 tokens where token slices
             are long, and of the tensor-parallel size if ranks share tokens.
-        memory_limit: activations of one micro-batch that a rank may keep under an `optimised` schedule; None = those
-            of 1f1b.
+        memory_limit: activations of one micro-batch that a rank may keep under an `optimised` schedule; None = as many
+            as 1f1b.
     """
     seq_length = cost_model.workload.seq_length
     if seq_length > MOST_TOKENS or (counts and max(counts) > MOST_COUNT):
@@ -250,7 +250,7 @@ def solve_cut(
 
 
 def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: int | None = None) -> CutGrid:
-    """Return the places [points] where a sequence may be split: those of the trainer, or fewer of them.
+    """Return the places [points] where a sequence may be split: as in the trainer, or fewer.
 
     Args:
         strategy: whose tensor-parallel ranks may share the tokens of a token slice.

@@ -81,8 +81,8 @@ def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
         ({**STRATEGY, "pipeline_parallel_size": 9, "tensor_parallel_size": 1}, (), "strategy.json: .*layers"),
         ({**STRATEGY, "schedule": "gpip"}, (), "strategy.json: .*gpip"),
         ({**STRATEGY, "pipelines": 2}, (), "strategy.json: .*'pipelines' is not known"),
-        (STRATEGY, ("--count", "0"), "--count 0 is no list"),
-        (STRATEGY, ("--count", "two"), "--count two is no list"),
+        (STRATEGY, ("--count", "0"), "--count 0 is not a list"),
+        (STRATEGY, ("--count", "two"), "--count two is not a list"),
         (STRATEGY, ("--granularity", "0"), "--granularity 0 is not a whole number from 1"),
     ],
 )

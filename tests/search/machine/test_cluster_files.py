@@ -175,10 +175,10 @@ def test_a_named_machine_keeps_its_number_of_cards() -> None:
         ({"device": "H100", "inside": "900 GB/s"}, "so write 450 GB/s"),
         ({"device": "A100", "inside": {"bandwidth_GBps": 600}}, "is the sum of both directions, as links are sold"),
         ({"machine": "dgx-b200", "inside": "1800 GB/s"}, "so write 900 GB/s"),
-        ({"device": "V100-16GB", "inside": "900 GB/s"}, "is 6 times that of a p3.16xlarge, which has 150 GB/s"),
+        ({"device": "V100-16GB", "inside": "900 GB/s"}, "is 6 times the 150 GB/s of a p3.16xlarge"),
         ({"machine": "dgx-h100", "network": "400 GB/s"}, "network 3200 Gbit/s (400 GB/s) is more than one card has"),
         ({"machine": "dgx-h100", "network": "3200 Gbit/s"}, "their number in cards"),
-        ({"machine": "dgx-a100", "network": "12.5 Gbit/s"}, "and 12.5 GB/s is that of a card of 100 Gbit/s"),
+        ({"machine": "dgx-a100", "network": "12.5 Gbit/s"}, "and 12.5 GB/s is the rate of a card of 100 Gbit/s"),
         ({"device": {"like": "H100", "half_flops": "1979 TFLOP/s"}}, "counts sparsity: write 989"),
         # A host that differs.
         (

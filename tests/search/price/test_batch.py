@@ -14,7 +14,7 @@ from megatron_terapipe.search.machine.software import Communication, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE
 from megatron_terapipe.search.price import simulated_time as playing
-from megatron_terapipe.search.price.batch import lower_bound, pipeline_time, round_trip_bound, total_s
+from megatron_terapipe.search.price.closed_form import lower_bound, pipeline_time, round_trip_bound, total_s
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import GroupTopology, ShardLinks, all_reduce_s
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, closed_form_of
