@@ -2,7 +2,8 @@
 
 Grids of strategies (`rank/grid_times.py`) read the same formulas. The n strategies of a `StrategyBatch` are of one
 workload and differ only in numbers (not in recompute, software, ...): calibration prices them again and again with
-other constants. Their groups and links on the cluster are looked up once; other constants then cost a few array operations.
+other constants. Their groups and links on the cluster are looked up once; then other constants cost a few array
+operations.
 
 Two differences are deliberate, because fitted constants depend on them: a batch leaves out the gaps of the executor
 (`op_s`), latencies of messages under ops and round trips, and takes the reductions of the slowest rank; a grid counts
