@@ -166,8 +166,6 @@ def host_copy_settings(draw: st.DrawFn, shape: PipelineShape) -> HostCopySetting
         draw(sizes),
         to_host=draw(speed),
         from_host=draw(speed),
-        least_pause=draw(st.sampled_from([0.0, 3.0])),
         host_bytes=draw(st.sampled_from([0.0, 10.0, 40.0, float("inf")])),
         windows=draw(st.just(()) | each(st.none() | st.integers(1, 30))),
-        ahead=draw(st.integers(0, 2)),
     )

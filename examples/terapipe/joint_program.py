@@ -126,13 +126,6 @@ class TerapipeProblem:
             micro_batches, best_makespan, best_makespan * (1 - tolerance) if lower_bound is None else lower_bound
         )
 
-    def makespan(self, size: int, cut: TokenSlices) -> float:
-        """Return the makespan by the formula above for a batch of equal micro-batches."""
-        bounds = np.searchsorted(self.grid.points, [0, *np.cumsum(cut.lengths)])
-        table, between = self.tables[size], (bounds[:-1], bounds[1:])
-        total = float(table.times[between].sum()) * (self.batch_size // size)
-        return total + self.num_waits * float(table.forward[between].max() + table.backward[between].max())
-
     def _highest(self) -> _Pair:
         """Limits that every token slice is within."""
         forward, backward = (

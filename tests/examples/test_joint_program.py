@@ -114,20 +114,6 @@ def test_forward_and_backward_may_be_longest_in_different_token_slices(seed):
     assert solved.lower_bound == pytest.approx(best)
 
 
-def test_the_formula_is_the_makespan_of_gpipe_with_one_size():
-    def costs(size):
-        return PolynomialCosts.of_layers([1] * 4, 64, 0.3, layer_time=size, fixed=0.02)
-
-    problem = problem_of(costs, CutGrid(64, 8), 4, 4, (1, 2, 4))
-    solved = problem.solve(equal_sizes=True)
-    sizes, cuts = zip(*solved.micro_batches, strict=True)
-    assert len(set(sizes)) == 1
-    shape = PipelineShape(4, len(sizes), len(cuts[0]))
-    simulated = simulate(rank_orders(gpipe, shape), shape, op_costs(shape, cuts[0], costs(sizes[0])))
-    assert solved.makespan == pytest.approx(simulated.makespan)
-    assert problem.makespan(sizes[0], cuts[0]) == pytest.approx(simulated.makespan)
-
-
 @pytest.mark.parametrize(("seq_length", "num_stages", "sizes"), [(4096, 8, (1,)), (256, 12, (1, 2, 4))])
 def test_with_a_tolerance_it_is_that_near(seq_length, num_stages, sizes):
     def costs(size):

@@ -220,7 +220,7 @@ REFUSED: list[Row] = [
     ("give at least one", lambda: render_comparison([])),
     # Host copies
     ("to_host=0.0 bytes per time", lambda: copied(to_host=0.0)),
-    ("least_pause=-1.0 cannot be", lambda: copied(least_pause=-1.0)),
+    ("host_bytes=-1.0 cannot be", lambda: copied(host_bytes=-1.0)),
     ("input_bytes [nan] cannot be", lambda: copied(input_bytes=(float("nan"),))),
     ("1 input_bytes for 4 stages", lambda: copied(input_bytes=(1,))),
     ("1 windows for 4 stages", lambda: copied(windows=(1,))),

@@ -53,6 +53,10 @@ TimedOpsOfRank = Callable[[int], Sequence[Timed]]
 """Called with a pipeline rank, returns its ops with their start and end."""
 
 
+AHEAD = 1
+"""Ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from the timeline."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopySettings:
     """Tensors that may wait on the host, and the bandwidths of their copies."""
@@ -68,24 +72,18 @@ class HostCopySettings:
     """Bytes per time from the device to the host, in the unit of the timeline that copies are planned on."""
     from_host: float = inf
     """Bytes per time back."""
-    least_pause: float = 0.0
-    """Time below which a pause is not used, however short the copies are."""
     host_bytes: float = inf
     """Most bytes of the host that a rank uses at a time."""
     windows: tuple[int | None, ...] = ()
     """Per stage, its widest sliding window in tokens; None where a layer attends to all tokens before. Empty where no
     stage has one."""
-    ahead: int = 1
-    """Ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from the
-    timeline."""
 
     def __post_init__(self) -> None:
         for name in ("to_host", "from_host"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name}={getattr(self, name)!r} bytes per time would never end: give more than 0")
-        for name in ("least_pause", "host_bytes", "ahead"):
-            if not getattr(self, name) >= 0:
-                raise PlanError(f"{name}={getattr(self, name)!r} cannot be: give 0 or more")
+        if not self.host_bytes >= 0:
+            raise PlanError(f"host_bytes={self.host_bytes!r} cannot be: give 0 or more")
         for name in ("input_bytes", "key_value_bytes"):
             if not all(0 <= entry < inf for entry in getattr(self, name)):
                 raise PlanError(f"{name} {list(getattr(self, name))} cannot be: give finite numbers of bytes >= 0")
@@ -193,7 +191,7 @@ def _long_pauses(spans: Sequence[Timed], settings: HostCopySettings) -> Iterator
                 continue
             before, after = forwards[last], backwards[last]
             time = spans[after][1] - spans[before][2]
-            if time >= settings.least_pause and time > size / settings.to_host + size / settings.from_host:
+            if time > size / settings.to_host + size / settings.from_host:
                 yield _Pause(content, (stage, micro_batch, token_slice), size, written, before, after)
 
 
@@ -236,7 +234,7 @@ def _place_fetches(pauses: Iterable[_Pause], spans: Sequence[Timed], settings: H
     placed: list[tuple[_Pause, int]] = []
     for pause in sorted(drops, key=lambda pause: (pause.after, pause.written), reverse=True):
         start = min(next_start, spans[pause.after][1]) - pause.size / settings.from_host
-        place = min(bisect_right(ends, start), pause.after - settings.ahead)
+        place = min(bisect_right(ends, start), pause.after - AHEAD)
         if place > drops[pause]:
             placed.append((pause, place))
             next_start = start

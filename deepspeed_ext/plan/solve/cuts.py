@@ -67,14 +67,12 @@ class PolynomialCosts:
         layer_time: float = 1.0,
         fixed: float = 0.0,
         head_time: float = 0.0,
-        embedding_time: float = 0.0,
     ) -> "PolynomialCosts":
         """Costs of stages of equal layers, by the share of attention as in `attention_costs`.
 
         Args:
             fixed: additional cost of each op on each stage.
             head_time: F, BI and BW, each, of the language-model head, which is on the last stage.
-            embedding_time: F and BW, each, of the embedding, which is on the first stage and needs no BI.
         """
         coefficients = np.zeros((3, len(layers), NUM_TERMS))
         coefficients[..., 0] = fixed
@@ -83,7 +81,6 @@ class PolynomialCosts:
         coefficients[..., 1] = linear * np.array(layers)
         coefficients[..., 2] = quadratic * np.outer([1, 2, 0], layers)
         coefficients[:, -1, 1] += head_time / seq_length
-        coefficients[(0, 2), 0, 1] += embedding_time / seq_length
         return cls(coefficients)
 
 

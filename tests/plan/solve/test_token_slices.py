@@ -139,12 +139,6 @@ def test_equal_layers_have_the_costs_of_attention_costs(num_model_chunks, length
     assert np.allclose(costs.weight_gradient, expected.weight_gradient, rtol=0, atol=1e-12)
 
 
-def test_an_embedding_costs_the_first_stage_no_input_gradient():
-    costs = PolynomialCosts.of_layers([2, 1], 10, 0.0, embedding_time=0.5, fixed=0.25)
-    times = costs([0, 1], np.array([0]), np.array([10]))
-    assert times[:, :, 0].tolist() == [[2.75, 1.25], [2.25, 1.25], [2.75, 1.25]]
-
-
 def test_messages_are_as_long_as_their_token_slices():
     shape = PipelineShape(2, 1, 2)
     transfer = TransferCosts((0.1,), (2.0,), (50.0, 50.0))
@@ -190,7 +184,7 @@ def test_within_a_per_cent_of_the_best_of_all_partitions_and_cuts():
     num_layers, seq_length = 7, 10
 
     def costs_of_layers(layers):
-        return PolynomialCosts.of_layers(layers, seq_length, 0.5, head_time=1.5, embedding_time=0.3, fixed=0.01)
+        return PolynomialCosts.of_layers(layers, seq_length, 0.5, head_time=1.5, fixed=0.01)
 
     def makespan(layers, cut):
         costs = op_costs(shape, cut, costs_of_layers(layers))
