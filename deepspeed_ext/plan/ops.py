@@ -136,14 +136,22 @@ class PipelineShape:
             )
 
     def __str__(self) -> str:
-        words = [
-            f"{self.num_stages} stages",
-            f"{self.num_micro_batches} micro-batches",
-            f"{self.num_token_slices} token slices",
+        words = ", ".join(self.extents)
+        return words if self.num_model_chunks == 1 else f"{words}, placement {self.placement.value}"
+
+    @property
+    def extents(self) -> list[str]:
+        """The extents in words: `4 stages on 2 ranks`, `1 micro-batch`, `8 token slices`."""
+
+        def counted(number: int, noun: str, plural: str = "s") -> str:
+            return f"{number} {noun}{plural if number > 1 else ''}"
+
+        ranks = f" on {counted(self.num_ranks, 'rank')}" if self.num_model_chunks > 1 else ""
+        return [
+            counted(self.num_stages, "stage") + ranks,
+            counted(self.num_micro_batches, "micro-batch", "es"),
+            counted(self.num_token_slices, "token slice"),
         ]
-        if self.num_model_chunks > 1:
-            words.append(f"{self.num_model_chunks} model chunks on each rank ({self.placement.value})")
-        return ", ".join(words)
 
     def to_fields(self) -> dict[str, Any]:
         """The extents as JSON fields; omits model chunks where there is one."""

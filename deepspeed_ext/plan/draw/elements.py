@@ -52,25 +52,6 @@ def common_unit(timelines: Sequence[Timeline]) -> str:
     return units.pop()
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number of things: `1 stage`, `2 stages`."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def extents(shape: PipelineShape) -> list[str]:
-    """The extents of a pipeline in words."""
-    words = [
-        count(shape.num_stages, "stage"),
-        count(shape.num_micro_batches, "micro-batch"),
-        count(shape.num_token_slices, "token slice"),
-    ]
-    if shape.num_model_chunks > 1:
-        words[0] += f" on {count(shape.num_ranks, 'rank')}"
-    return words
-
-
 _FIRST_HUE = 255.0  # blue
 _GOLDEN_ANGLE = 137.508  # neighbours in micro-batch order are far apart in hue, however many there are
 _CHROMA = 0.105

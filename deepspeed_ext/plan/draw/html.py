@@ -14,7 +14,7 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
-from deepspeed_ext.plan.draw.elements import common_unit, copies_of, extents, op_colour, rank_name, with_unit
+from deepspeed_ext.plan.draw.elements import common_unit, copies_of, op_colour, rank_name, with_unit
 from deepspeed_ext.plan.memory import StepFunction, peak
 from deepspeed_ext.plan.ops import OpKind, prerequisites, result
 from deepspeed_ext.plan.timeline import Timeline, critical_path
@@ -70,7 +70,7 @@ def _columns(panel: Panel) -> dict[str, Any]:
     arrivals = {transfer.op: _rounded(transfer.end - timeline.start) for transfer in timeline.transfers}
     return {
         "title": panel.title,
-        "extents": " · ".join(extents(shape)),
+        "extents": " · ".join(shape.extents),
         "unit": timeline.unit,
         "makespan": _rounded(timeline.makespan),
         "num_token_slices": shape.num_token_slices,

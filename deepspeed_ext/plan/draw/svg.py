@@ -35,7 +35,6 @@ from deepspeed_ext.plan.draw.elements import (
     common_unit,
     copies_of,
     document,
-    extents,
     grid,
     op_colour,
     op_label,
@@ -274,7 +273,7 @@ def render_svg(timeline: Timeline, title: str) -> str:
     explained, height_below = legend([timeline], timeline.shape, scale.width, bottom + 62)
     body = [
         text(MARGIN, 40, title, f'{INK} font-size="19" font-weight="600"'),
-        text(MARGIN, 62, " · ".join(extents(timeline.shape)), f'{SOFT} font-size="13"'),
+        text(MARGIN, 62, " · ".join(timeline.shape.extents), f'{SOFT} font-size="13"'),
         *facts(figures, scale.width, 46),
         text(scale.plot_right + 36, top - 12, "peak live", f'{SOFT} font-size="11" text-anchor="middle"'),
         *grid(scale, top, bottom),
@@ -350,6 +349,6 @@ def _saving(timeline: Timeline, reference: float, scale: Scale, top: float, bott
 
 def _description(title: str, timeline: Timeline) -> str:
     return (
-        f"{title}: {', '.join(extents(timeline.shape))}, makespan {with_unit(timeline.makespan, timeline.unit)}, "
+        f"{title}: {', '.join(timeline.shape.extents)}, makespan {with_unit(timeline.makespan, timeline.unit)}, "
         f"bubble ratio {timeline.bubble_ratio:.1%}."
     )

@@ -30,7 +30,7 @@ integer programs (OptPipe, arXiv 2510.05186), which are exact for tens of ops.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
@@ -65,7 +65,6 @@ TILL_RULES, TILL_NUDGES = 0.4, 0.85
 """Shares of the time of a search at which its rules, and the priorities near them, are done, about."""
 NUM_ELITE = 8
 FEWEST_SCHEDULES, FEWEST_MOVES = 60, 200
-SEARCHED = "search"
 MERGE_SLACK = 1e-12
 """Rounding of makespans that merging backwards must keep, relative."""
 MERGED_OPS, FEWEST_REPLAYS = 20e6, 100
@@ -85,8 +84,6 @@ class OptimisedSchedule:
     problem: SchedulingProblem = field(repr=False, compare=False)
     peak_activation: tuple[float, ...]
     """Per rank its peak, in activations of one micro-batch."""
-    start: str
-    """Origin of the orders that were annealed: the name of a fixed schedule, or `search`."""
 
     @cached_property
     def lower_bound(self) -> float:
@@ -128,11 +125,9 @@ def optimise(
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
     problem = SchedulingProblem.of(shape, costs, memory_limit, lengths)
-    start = min(
-        [*_fixed_schedules(problem), _searched(problem, effort, seed, progress)], key=lambda start: start.makespan
-    )
+    _, start = min([*_fixed_schedules(problem), _searched(problem, effort, seed, progress)], key=itemgetter(0))
     num_moves = max(int(effort * MOVED_OPS / problem.num_ops), FEWEST_MOVES)
-    _, orders = anneal(problem, start.orders, num_moves, seed)
+    _, orders = anneal(problem, start, num_moves, seed)
     named = problem.named(merged(problem, orders).to_list())
     compiled = CompiledOrders.of(named, shape)
     simulated = compiled.simulate(costs)
@@ -143,20 +138,17 @@ def optimise(
         simulated.bubble_ratio,
         problem,
         compiled.peak_activation(problem.lengths),
-        start.name,
     )
 
 
-class _Candidate(NamedTuple):
-    makespan: float
-    orders: NumberedOrders
-    name: str
+_Candidate = tuple[float, NumberedOrders]
+"""Orders after their makespan."""
 
 
 def _fixed_schedules(problem: SchedulingProblem) -> list[_Candidate]:
     """Fixed schedules that exist for this shape and these costs, and keep the memory limit."""
     candidates = []
-    for name, schedule in SCHEDULES.items():
+    for schedule in SCHEDULES.values():
         try:
             orders = rank_orders(schedule, problem.shape)
         except PlanError:  # it has no such model chunks
@@ -168,7 +160,7 @@ def _fixed_schedules(problem: SchedulingProblem) -> list[_Candidate]:
             continue
         numbered = NumberedOrders.of(problem.numbered(orders))
         if keeps_limit(problem, numbered):
-            candidates.append(_Candidate(replay(problem, numbered), numbered, name))
+            candidates.append((replay(problem, numbered), numbered))
     return candidates
 
 
@@ -179,7 +171,7 @@ def _searched(problem: SchedulingProblem, effort: float, seed: int, progress: Pr
     rule = search_rules(problem, num_rules, seed, progress=part_of(progress, 0.0, TILL_RULES))[0]
     makespan, rows = _nudged(problem, rule, num_schedules - num_rules, seed, part_of(progress, TILL_RULES, TILL_NUDGES))
     orders = NumberedOrders.of(list(rows))
-    return _Candidate(makespan, orders if problem.is_split else merged(problem, orders), SEARCHED)
+    return makespan, orders if problem.is_split else merged(problem, orders)
 
 
 def _nudged(

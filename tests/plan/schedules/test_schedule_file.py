@@ -76,7 +76,7 @@ def test_a_file_is_a_schedule(tmp_path):
     assert lower(schedule, shape) == lower(one_f_one_b, shape)
     message = (
         r"schedule\.csv is for 3 stages, 4 micro-batches, 2 token slices, and the run has "
-        r"3 stages, 4 micro-batches, 1 token slices"
+        r"3 stages, 4 micro-batches, 1 token slice:"
     )
     with pytest.raises(PlanError, match=message):
         rank_orders(schedule, PipelineShape(3, 4, 1))
