@@ -8,7 +8,7 @@ is the mean over the tokens of the micro-batch
     L_z   = beta  / T * sum_t (log sum_i exp x_ti)^2        of the logits x (Zoph et al., arXiv 2202.08906, equation 5)
 
 Groups are sequences, documents, the micro-batch, or the micro-batches of the step so far on all replicas. A loss of
-several groups is their mean by tokens. T is that of the micro-batch, never of a token slice: so the gradient of a token
+several groups is their mean by tokens. T counts the micro-batch, never a token slice: so the gradient of a token
 depends on others only by its group's C, and is exact in token slices (`deepspeed_ext/runtime/state/counts.py`).
 
 The bias (Wang et al., arXiv 2408.15664) changes once a step by u sign(mean C - C_i), with C of the step.
@@ -27,7 +27,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 JITTER = 4
-"""Site of the jitter among the uses of random numbers in a layer, after those of `DropoutSite`."""
+"""Site of the jitter among the uses of random numbers in a layer, after the sites of `DropoutSite`."""
 
 
 class Balance(CountingLayer):
@@ -129,7 +129,7 @@ class Balance(CountingLayer):
     def add_gradient(
         self, gradient_TE: Tensor, logits_TE: Tensor, counts: Counts, groups_T: Tensor | None, past: Past, tokens: int
     ) -> Tensor:
-        """The gradient of the logits with that of the losses of a token slice.
+        """The gradient of the logits, plus the gradient of the losses of a token slice.
 
         Args:
             tokens: tokens of the micro-batch.

@@ -10,7 +10,7 @@ pass all of them, with two sums of each token, to which every stage adds its own
 The sums are the logarithm of the sum of exponentials of the logits before, and the logit of the target, in whichever
 part it is. Their difference at the end is the loss. Backward, each stage finds the gradient of its rows from the
 gradients of the two sums, and adds to the gradient of the hidden states. So no op waits for all ranks at once, and the
-work is scheduled as that of any other stage.
+work is scheduled as of any other stage.
 """
 
 from typing import NamedTuple
@@ -100,7 +100,7 @@ class Head:
 
         Args:
             bias: [rows], added after the multiplier; None for none.
-            first_part: parts of the vocabulary before those of these ranks.
+            first_part: parts of the vocabulary before the parts of these ranks.
         """
         # A factor of the hidden state is one of the logits, of which there are many more.
         scaled = hidden if self._multiplier == 1 else hidden * self._multiplier

@@ -43,7 +43,7 @@ class Pairs:
 
     @classmethod
     def of(cls, chosen_TK: Tensor, num_experts: int, *, complete: bool = False) -> "Pairs":
-        """Sort choices; those of an expert stay in the order of the tokens.
+        """Sort choices by expert, and the choices of one expert by token.
 
         Args:
             chosen_TK: int64; from `num_experts` on for no expert of this rank.

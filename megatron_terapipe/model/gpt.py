@@ -111,7 +111,7 @@ def vocabulary_parts(layers: Sequence[Any]) -> range:
 
 
 def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> StagePartition:
-    """Return the partition of all pipeline layers, from that of the transformer layers.
+    """Return the partition of all pipeline layers, from the partition of the transformer layers.
 
     The embeddings go with the first transformer layer, the final norm with the last, and the output layer, too, unless
     its parts are stages of their own.

@@ -97,7 +97,7 @@ class Logits:
     ranks: TensorParallelRanks
     """The ranks that share the vocabulary."""
     live: LiveLogits
-    """Those of the layer that are alive."""
+    """Logits of the layer that are alive."""
     words: int | None = None
     """Entries of the vocabulary of all ranks; later rows of the weight are padding, which no token can be. None =
     all rows."""
@@ -106,10 +106,10 @@ class Logits:
     softcap: float | None = None
     """C, where the logit of a product x is c tanh(x / c)."""
     first_part: int = 0
-    """Parts of the vocabulary before those of these ranks, where pipeline stages share it, too."""
+    """Parts of the vocabulary before the parts of these ranks, where pipeline stages share it, too."""
 
     def compute(self) -> Tensor:
-        """This rank's logits of all tokens, [B, N, V / size]; those of padding are minus infinity."""
+        """This rank's logits of all tokens, [B, N, V / size]; padding has minus infinity."""
         logits = linear(self.hidden, self.weight, self.bias, ranks=self.ranks)
         if self.softcap is not None:
             logits = (logits / self.softcap).tanh() * self.softcap
@@ -162,7 +162,7 @@ class _Rule:
         return self.padded(products, torch.finfo(products.dtype).min)
 
     def padded(self, columns: Tensor, value: float) -> Tensor:
-        """Columns [tokens, V / size], those of padding overwritten with a value."""
+        """Columns [tokens, V / size], padding overwritten with a value."""
         if self.words < columns.shape[-1]:
             columns[:, self.words :] = value
         return columns

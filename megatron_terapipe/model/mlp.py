@@ -85,7 +85,7 @@ class WeightedActivation:
         return activated * weights.to(activated.dtype).unsqueeze(-1)
 
     def backward(self, output_gradient: Tensor, inputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output again, and the gradients of inputs and weights, for that of the output [R, ffn]."""
+        """Return the output again, and the gradients of inputs and weights, for an output gradient [R, ffn]."""
         if self._gate_function is not None:
             return _weighted_gated_backward(output_gradient, inputs, weights, self._gate_function)
         with torch.enable_grad():

@@ -102,7 +102,7 @@ def _rms_normed(norm: RMSNorm | AllHeadsRMSNorm, hidden: Tensor | Sum) -> Any:
 
 
 class _NormOfSum(torch.autograd.Function):
-    """Keeps the sum and the statistics of the norm; the gradient of the sum is added to that of the norm.
+    """Keeps the sum and the statistics of the norm; the gradient of the sum is added to the gradient of the norm.
 
     RMSNorm of torch keeps three tensors of the input's size on CPUs, where it has no kernel.
     """
@@ -200,7 +200,7 @@ def _normed(hidden: Tensor, inverse: Tensor, weight: Tensor, one_plus: bool) -> 
 def _parts_of_gradient(
     output_gradient: Tensor, hidden: Tensor, weight: Tensor, inverse: Tensor, one_plus: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the input before it was scaled, that of the weight, and the mean of the first along the input."""
+    """Gradients of the input before it was scaled and of the weight, and the mean of the first along the input."""
     normed = hidden * inverse
     gradient = output_gradient.to(normed.dtype)
     of_weight = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)

@@ -7,7 +7,7 @@ the last W - 1 inputs of the convolution, and the matrices.
     Mamba-2             Dao and Gu, arXiv 2405.21060 section 7     values dt x, keys B, queries C, decay of dt
     gated delta net     Yang et al., arXiv 2412.06464              values v, keys k, queries q, decay of a, rate of b
 
-The rows of the projection are grouped: those of a key head with those of its value heads. So tensor-parallel ranks, and
+The rows of the projection are grouped: of a key head with its value heads. So tensor-parallel ranks, and
 sequence-parallel ranks in between, share whole groups.
 """
 

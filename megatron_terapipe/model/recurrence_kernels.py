@@ -6,7 +6,7 @@
 
 All read a state and return one, and gradients flow through both. They are used on CUDA devices, where no document
 begins within a token slice, and not with deterministic algorithms: some of their sums have no order. Before tensors of
-a form are first given to a kernel, its results and gradients are compared with those of plain torch.
+a form are first given to a kernel, its results and gradients are compared with plain torch.
 """
 
 import warnings
@@ -43,7 +43,7 @@ class Kernel:
     """The first so many tensors are [B, N, ...] of N tokens."""
     device: str = "cuda"
     agreed: dict[tuple[Any, ...], bool] = field(default_factory=dict)
-    """Whether results were those of plain torch, by the form of the tensors."""
+    """Whether results agreed with plain torch, by the form of the tensors."""
 
     def __call__(self, *tensors: Tensor | None, begins: Tensor | None) -> Results:
         """Compute results by the fused kernel where it can be used."""

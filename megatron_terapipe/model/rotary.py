@@ -10,7 +10,7 @@ WHOLE_TABLE_BYTES = 1 << 26
 """Largest table that is computed once for all positions: 131,072 of them in fp32, at 128 channels that turn."""
 
 ANGLES_AT_ONCE = 1 << 20
-"""Angles in fp64 that exist at once: those of 16,384 positions, at 128 channels that turn."""
+"""Angles in fp64 that exist at once: 16,384 positions at 128 channels that turn."""
 
 
 class RotaryTable:

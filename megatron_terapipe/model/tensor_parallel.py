@@ -8,10 +8,10 @@ With sequence parallelism (Korthikanti et al., arXiv 2205.05198 section 4.2.2) t
 the tokens, and a gather before the next pair: the same traffic, and between the pairs each rank has only its tokens.
 
 Weight gradients add up inside the operation that computes them (Megatron's gradient accumulation fusion). Autograd
-would compute that of each token slice into a new tensor, and then add it to `weight.grad`. In a matrix product the sum
-is free, `C += A B` being an operation of the hardware; an embedding touches only the rows that were used. The sum of a
-weight, and whether its products are deferred, are asked of `runtime/gradients/weight_gradients.py`. Until a deferred
-product is computed, the gradient of its output and its own input are kept, as this rank has it:
+would compute the gradient of each token slice into a new tensor, and then add it to `weight.grad`. In a matrix product
+the sum is free, `C += A B` being an operation of the hardware; an embedding touches only the rows that were used. The
+sum of a weight, and whether its products are deferred, are asked of `runtime/gradients/weight_gradients.py`. Until a
+deferred product is computed, the gradient of its output and its own input are kept, as this rank has it:
 
     sequence parallel    its own tokens, gathered later: one gather in any case, and less memory in between
     computed again       the result: no larger than the tensors that the forward kept, and needed by the input gradient
@@ -73,9 +73,7 @@ class TensorParallelRanks(Ranks):
     sequence_parallel: bool = False
     """Between the matrices, each has its part of the tokens."""
 
-    def parameter(
-        self, *shape: int, cut: int, initialize: Initializer | None, device: torch.device | None = None
-    ) -> nn.Parameter:
+    def parameter(self, *shape: int, cut: int, initialize: Initializer | None) -> nn.Parameter:
         """This rank's part of a weight. The values of the whole are the same for any number of ranks.
 
         Args:
@@ -83,7 +81,7 @@ class TensorParallelRanks(Ranks):
         """
         assert shape[cut] % self.size == 0, "the configuration allows only sizes that ranks share evenly"
         length = shape[cut] // self.size
-        part = torch.zeros(*shape[:cut], length, *shape[cut + 1 :], device=device)
+        part = torch.zeros(*shape[:cut], length, *shape[cut + 1 :])
         if initialize is not None:
             initialize(part, WeightPart(shape, cut, self.rank * length))
         parameter = nn.Parameter(part)
@@ -362,7 +360,7 @@ class RowParallelLinear(nn.Module):
 
         Args:
             part: [B, N, out] this rank's part; several layers' parts may be added up before.
-            biases: [out] those of the layers; a single rank has added them already.
+            biases: [out] of the layers; a single rank has added them already.
         """
         summed = self.ranks.sum_parts(part)
         for bias in biases if self.ranks.size > 1 else ():

@@ -34,7 +34,7 @@ class Documents:
     numbered: bool = False
     """Whether layers read `numbers`."""
     numbers: Tensor | None = field(default=None, compare=False, repr=False)
-    """Number of the document of each token [B, T], among those of all rows, on the device of the layers."""
+    """Number of the document of each token [B, T], counted over all rows, on the device of the layers."""
     whole: Tensor | None = field(default=None, compare=False, repr=False)
     """Positions [B, T] of whole sequences, once they are on the device of the layers."""
     seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -73,11 +73,7 @@ class Documents:
         return positions
 
     def seen(self, start: int, end: int, device: torch.device, window: int | None = None) -> tuple["SeenKeys", ...]:
-        """Keys that the tokens start .. end of each row attend to: of their documents up to `end`, in their windows.
-
-        Args:
-            window: tokens that a token attends to, itself included; None for all earlier ones of its document.
-        """
+        """Keys that the tokens start .. end of each row attend to: of their documents up to `end`, in their windows."""
         seen = self.seen_from.get(start) or self._seen([(start, end)], device)[start]
         return seen if window is None else tuple(row.within(window, start) for row in seen)
 
@@ -195,7 +191,6 @@ def document_attention(
     Args:
         kernel: of a piece, given its row, its first query and its first key, counted in the whole sequence.
         end: end of the token slice (exclusive).
-        window: tokens that a token attends to, itself included; None for all earlier ones of its document.
     """
 
     def pieces(query: Tensor, key: Tensor) -> Iterator[tuple[AttentionKernel, Places, Places]]:

@@ -175,7 +175,7 @@ class Runs(NamedTuple):
     queries: Tensor
     """Int32 [runs + 1], the first 0, the last the number of queries."""
     keys: Tensor
-    """The same of keys. Of each run the last keys are those of its queries."""
+    """The same for keys. The last keys of a run have the positions of its queries."""
     longest_queries: int
     """Queries of the longest run."""
     longest_keys: int
@@ -187,9 +187,6 @@ class CudaFlash:
 
     With runs, each attends to itself. Shapes then have no dimension of rows: queries are [N, H, D], keys and values
     [E, G, D], the log-sum-exp [H, N].
-
-    Args:
-        window: keys that a query attends to, its own included; None for all up to its own.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -239,9 +236,6 @@ class MemoryEfficient:
 
     It has no groups: keys and values are repeated for each query head while it runs. In fp32 it computes products by
     three products of tensor cores (`OpMultiplyAddFastF32`), with little loss.
-
-    Args:
-        window: keys that a query attends to, its own included; None for all up to its own.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -347,7 +341,6 @@ def kernel_for(
     """The fastest kernel for queries [B, N, H, D].
 
     Args:
-        window: keys that a query attends to, its own included; None for all up to its own.
         softcap: limit of the scores, which no fused kernel of torch supports; None for none.
     """
     if softcap is not None:
@@ -368,11 +361,7 @@ def kernel_of_runs_for(
     window: int | None = None,
     capability: Callable[[torch.device], Capability] = capability_of,
 ) -> CudaFlash | None:
-    """The kernel for queries [T, heads, D] in runs of tokens, in one call; None if there is none, as on CPUs.
-
-    Args:
-        window: keys that a query attends to, its own included; None for all of its run up to its own.
-    """
+    """The kernel for queries [T, heads, D] in runs of tokens, in one call; None if there is none, as on CPUs."""
     if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):
         return CudaFlash(window)
     return None

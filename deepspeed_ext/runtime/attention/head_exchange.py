@@ -2,7 +2,7 @@
 
 Between the matrices each of R sequence-parallel ranks has its part of a token slice. Around attention it has all of the
 token slice's tokens and every R-th part of the heads instead (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509,
-section 3), so that keys and values of all tokens are kept by heads, and attention is that of one rank:
+section 3), so that keys and values of all tokens are kept by heads, and attention runs as on one rank:
 
     rank      matrices: tokens x heads       attention: tokens x heads
     0         [ N / 2 first,  H      ]       [ N,  first  H / 2 ]

@@ -10,7 +10,7 @@ attends to the keys 0 .. E - N + n, which is causal attention aligned to the bot
     x x x x | x x x
 
 With a sliding window of W tokens it attends only to the last W of these, its own included; so E need be no more than
-W - 1 + N. With W = 4:
+W - 1 + N. `window` is W, also in the other modules; None where a query attends to all keys up to its own. With W = 4:
 
     . x x x | x . .
     . . x x | x x .
@@ -42,13 +42,13 @@ class Gradients(NamedTuple):
     query: Tensor
     """[B, N, H, D]."""
     own: tuple[Tensor, Tensor]
-    """Gradients of the token slice's own keys and values, each [B, N, G, D], without those of later token slices."""
+    """Gradients of the token slice's own keys and values, each [B, N, G, D]; from its own queries only."""
     prefix: tuple[Tensor, Tensor]
-    """Gradients of the last keys and values before it, each [B, P, G, D]; those of earlier ones are 0."""
+    """Gradients of the last keys and values before it, each [B, P, G, D]; earlier ones have gradients of 0."""
 
     @classmethod
     def cut(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
-        """Split gradients [B, P + N, heads, D] into views: those of the prefix P and of the token slice N."""
+        """Split gradients [B, P + N, heads, D] into views: the prefix P and the token slice N."""
         prefix_len = key.shape[1] - query.shape[1]
         return cls(query, (key[:, prefix_len:], value[:, prefix_len:]), (key[:, :prefix_len], value[:, :prefix_len]))
 
@@ -76,7 +76,6 @@ def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: in
     """Tiles of the queries, first to last, each with the keys in its reach.
 
     Args:
-        window: keys that a query attends to, its own included; None for all up to its own.
         at_once: queries of a tile; the last one may have fewer.
     """
     prefix_len = num_keys - num_queries
@@ -157,7 +156,6 @@ class PlainAttention:
 
     Args:
         dropout: on the probabilities; None for none.
-        window: keys that a query attends to, its own included; None for all up to its own.
         softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
         scores_at_once: most scores of a tile, if it has more than one query.
     """
@@ -226,7 +224,7 @@ class PlainAttention:
         numbers: _Numbers,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries [B, N, H, D], and in a type those of keys and values [B, E, G, D]."""
+        """Gradients of queries [B, N, H, D], and of keys and values [B, E, G, D] in a type."""
         groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
         queries, keys, values, of_output = (
             _by_group(each, groups, at_least_fp32) for each in (query, key, value, output_gradient)

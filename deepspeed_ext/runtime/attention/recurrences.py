@@ -37,7 +37,7 @@ def causal_convolution(
 
     Args:
         inputs: [B, N, C].
-        weight: taps [C, W]; the last is that of the token itself.
+        weight: taps [C, W]; the last multiplies the token itself.
         before: the inputs [B, W - 1, C] of the tokens before, 0 where there are none.
         begins: whether a document begins at each token [B, N]; None if none does.
 

@@ -38,7 +38,7 @@ Pending gradients of keys, and of values, are one tensor, of the tokens before t
 Each backward takes one operation for the sum, however many token slices are before it. The sum is a new tensor, since
 a part of a tensor cannot be freed: a buffer that stays until the backward of token slice 0 raises the peak of 1F1B,
 where the keys of the next micro-batch come meanwhile. The old and the new sum exist together only for the keys, then
-the values, of one layer; there is no new one where the kernel's gradients have the type of sums and their own storage.
+the values, of one layer; there is no new one where a kernel's gradients have the type of sums and their own storage.
 
 Sums are computed in fp32, or in the wider type of the model; `gradients_in` may round them between two
 backwards. Each of S - 1 roundings to bf16 adds at most 2^-9, of random signs, so the relative error of dK and dV grows
@@ -66,7 +66,7 @@ class KeyValueState(ABC):
         self._ends: dict[int, int] = {}  # of token slices that were written and have not run backward, by their starts
         self._began = False
         # Gradients [B, E, G, D] of keys and values, of the last E tokens before the token slice that ran backward;
-        # those of earlier tokens are 0.
+        # earlier tokens have none.
         self._pending: list[Tensor | None] = [None, None]
 
     @abstractmethod
@@ -152,7 +152,6 @@ class KeysOfTokenSlices(KeyValueState):
     """Keys and values of each token slice apart: for a sliding window, or to be copied to the host.
 
     Args:
-        window: tokens that a token attends to, itself included; None for all before it.
         forward_only: whether no backward follows, so that a write frees the keys out of reach.
     """
 

@@ -36,7 +36,7 @@ def has_copies(engine: Any) -> bool:
 
 
 def broadcast_weights(engine: Any) -> None:
-    """Give all ranks with the same weights those of the first one."""
+    """Copy the weights of the first rank to all ranks with the same weights."""
     for parameter in engine.module.parameters():
         group = engine.module.expert_ranks.copies if is_of_experts(parameter) else engine.seq_data_parallel_group
         # As bytes, since not every backend has all types.

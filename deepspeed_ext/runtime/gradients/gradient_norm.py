@@ -141,7 +141,7 @@ def _join_norms_of_all_groups(engine: Any) -> None:
     absent, norm_of_own = range(own, int(most.item())), optimizer.scaled_global_norm
 
     def scaled_global_norm(norm_type: int = 2) -> Tensor:
-        # Empty groups for so long: the order of the sums, and so the bits of the norm, are those of the other stages.
+        # Empty groups for so long: the sums then have the order of the other stages, and the norm has their bits.
         for group in absent:
             optimizer.bit16_groups.append([])
             optimizer.params_in_partition.append([])

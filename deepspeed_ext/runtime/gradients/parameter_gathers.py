@@ -6,7 +6,7 @@ needs its weights when the next forward enters it, so they are gathered during t
     step | [gather piece 0][piece 1][piece 2]
          |           [F: layer 0 | layer 1   | layer 2]        each layer waits for the pieces with its weights
 
-Until then weights are those of the step before, or of this one, or both. Any other reader waits for all.
+Until then weights have values of the step before, of this one, or of both. Any other reader waits for all.
 
 NCCL gathers a piece into a tensor of its own, from which it is copied. On accelerators the pieces are posted from a
 stream that waits for each, so that all use the memory of one. The memory estimate counts ZeRO's bucket for it.

@@ -13,7 +13,7 @@ backward layer by layer, last to first. Once a hook on the input of a layer runs
 those after it are complete:
 
     forward     embedding -x-> layer 0 -x-> layer 1     x: a hook, in the forward of the token slice that comes last
-    backward    layer 1   x: sum those of layer 1   layer 0   x: those of layer 0   embedding   end: those left
+    backward    layer 1   x: sum layer 1   layer 0   x: sum layer 0   embedding   end: sum the rest
 
 Messages are posted in one order on all replicas, for any order of the hooks: by stage as they are completed, then by
 layer, last to first. Only the optimizer step waits for them, on an accelerator without the host.
@@ -249,7 +249,7 @@ class _Partitioned(ReplicaGradients):
 def replica_gradients(engine: Any) -> ReplicaGradients | None:
     """The gradients of an engine; None with one replica, or if DeepSpeed must reduce them.
 
-    It must reduce those of its own experts, sparse gradients, and ZeRO's buckets that its own hooks fill.
+    It must reduce gradients of its own experts, sparse gradients, and ZeRO's buckets that its own hooks fill.
     """
     special = engine.has_moe_layers or any(getattr(layer, "sparse", False) for layer in engine.module.modules())
     if not has_copies(engine) or special or not engine.pipeline_enable_backward_allreduce:
@@ -405,7 +405,7 @@ class GradientReductions:
         experts = [parameter for parameter in parameters if is_of_experts(parameter)]
         self._start_over(self._gradients.group, [each for each in parameters if not is_of_experts(each)])
         if experts:
-            # By the same factors: their tokens are those of all replicas, too.
+            # By the same factors: they see the tokens of all replicas, too.
             self._start_over(self._gradients.expert_copies, experts)
 
     def _start_over(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:

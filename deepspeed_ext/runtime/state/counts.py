@@ -109,7 +109,7 @@ class Tallies:
             self._step = torch.zeros(len(self._layers), sum(self._extent), dtype=torch.float64, device=device)
             """Counts and values of the step so far."""
             self._total = torch.zeros_like(self._step)
-            """Those of the steps since the last call of `take`."""
+            """Counts and values of the steps since the last call of `take`."""
             for layer, row in zip(self._layers, self._step, strict=True):
                 layer.counted_in_step, layer.values_in_step = row.split(self._extent)
 
@@ -127,7 +127,7 @@ class Tallies:
 
         Args:
             found: counts of the layers of the stage, in their order.
-            num_micro_batches: those of the step, on this replica.
+            num_micro_batches: micro-batches of the step, on this replica.
         """
         if not found:
             return
@@ -150,7 +150,7 @@ class Tallies:
         """Sum the counts of a step over the stage, and call the layers with them; see `CountingLayer.after_step`.
 
         Args:
-            num_micro_batches: those of the step, on all replicas.
+            num_micro_batches: micro-batches of the step, on all replicas.
         """
         for group in self._stage_groups:
             dist.all_reduce(self._step, group=group)

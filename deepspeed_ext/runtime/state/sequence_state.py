@@ -50,7 +50,7 @@ class SequenceState:
 
     Args:
         ranks: ranks that share the tokens of each token slice; None for one.
-        sequences: number of each row, to give its masks other bits than those of all other sequences.
+        sequences: number of each row, unique in the run, from which its masks of dropout are drawn.
         documents: starts of the documents; None if every row is one document.
         forward_only: whether no backward will follow, so that keys and values out of the reach of a sliding window can
             be freed.
@@ -355,7 +355,7 @@ class Past:
         Args:
             inputs: [B, N, C], of tokens that the layer is given.
             site: a number, from 1, for each use of dropout in a layer.
-            first_token: of these, tokens before those of `inputs`, where tensor-parallel ranks share them.
+            first_token: tokens of the layer before `inputs`, where tensor-parallel ranks share them.
             residual: [B, N, C], to which the result is added in the same pass; None for nothing.
         """
         place = self._place(site, self.prefix_len + first_token, self._sequence.sequences)
