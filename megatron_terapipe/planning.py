@@ -205,7 +205,10 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
 
     device, assumed, described = DEVICE, " (assumed: give --cluster or --op-profile)", "default"
     if parallel.op_profile is not None:
-        profile = read_profile(parallel.op_profile)
+        try:
+            profile = read_profile(parallel.op_profile)
+        except ConfigError as error:
+            raise ConfigError(f"--op-profile: {error}") from None
         device, assumed, described = profile.device, "", "--op-profile"
         if profile.accelerator == "cpu":
             device = "cpu-core"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.plan.solve.orders import OptimisedSchedule
 
 EFFORT = 0.2
-"""Effort of the search before a run starts: some seconds of one core, on every rank at once."""
+"""Effort of the search before a run starts: some seconds of one core."""
 
 
 class FoundSchedule:

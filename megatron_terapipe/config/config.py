@@ -195,8 +195,7 @@ class Config:
         if experts is None:
             if size > 1:
                 raise ConfigError(
-                    f"--expert-model-parallel-size {size} deals experts to ranks, and the model has none: add "
-                    "--num-experts, or drop it"
+                    f"--expert-model-parallel-size {size} needs a model with experts: add --num-experts, or drop it"
                 )
         elif experts % size:
             raise ConfigError(

@@ -102,7 +102,7 @@ def _two_numbers(values: list[Any]) -> tuple[float, ...]:
 _whole, _number, _switch = _of_type(int), _of_type(float), _of_type(bool, lambda on: on or None)
 
 
-class Setting(NamedTuple):
+class Decided(NamedTuple):
     """A row of `SETTINGS`."""
 
     field: str
@@ -133,34 +133,34 @@ class Setting(NamedTuple):
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd"}
 _ZERO = ("reduce_bucket_size", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients")
 
-SETTINGS: Mapping[str, Setting] = MappingProxyType(
+SETTINGS: Mapping[str, Decided] = MappingProxyType(
     {
-        "train_batch_size": Setting("global_batch_size", _whole),
-        "train_micro_batch_size_per_gpu": Setting("micro_batch_size", _whole),
-        "gradient_accumulation_steps": Setting("gradient_accumulation_steps", _whole, "--global-batch-size"),
-        "sequence_parallel_size": Setting("ds_sequence_parallel_size", _whole),
-        "gradient_clipping": Setting("clip_grad", _number),
-        "zero_optimization.stage": Setting("zero_stage", _of_type(int, lambda stage: 1 if stage in (2, 3) else stage)),
-        **{f"zero_optimization.{name}": Setting(f"zero_{name}") for name in _ZERO},
-        "bf16.enabled": Setting("bf16", _switch),
-        "fp16.enabled": Setting("fp16", _switch),
+        "train_batch_size": Decided("global_batch_size", _whole),
+        "train_micro_batch_size_per_gpu": Decided("micro_batch_size", _whole),
+        "gradient_accumulation_steps": Decided("gradient_accumulation_steps", _whole, "--global-batch-size"),
+        "sequence_parallel_size": Decided("ds_sequence_parallel_size", _whole),
+        "gradient_clipping": Decided("clip_grad", _number),
+        "zero_optimization.stage": Decided("zero_stage", _of_type(int, lambda stage: 1 if stage in (2, 3) else stage)),
+        **{f"zero_optimization.{name}": Decided(f"zero_{name}") for name in _ZERO},
+        "bf16.enabled": Decided("bf16", _switch),
+        "fp16.enabled": Decided("fp16", _switch),
         # In DeepSpeed 0 stands for a scale that adapts.
-        "fp16.loss_scale": Setting("loss_scale", _of_type(float, lambda scale: scale or None)),
-        "fp16.initial_scale_power": Setting("initial_loss_scale", _of_type(int, _power)),
-        "fp16.loss_scale_window": Setting("loss_scale_window", _whole),
-        "fp16.hysteresis": Setting("hysteresis", _whole),
-        "fp16.min_loss_scale": Setting("min_loss_scale", _number),
-        "data_types.grad_accum_dtype": Setting(
+        "fp16.loss_scale": Decided("loss_scale", _of_type(float, lambda scale: scale or None)),
+        "fp16.initial_scale_power": Decided("initial_loss_scale", _of_type(int, _power)),
+        "fp16.loss_scale_window": Decided("loss_scale_window", _whole),
+        "fp16.hysteresis": Decided("hysteresis", _whole),
+        "fp16.min_loss_scale": Decided("min_loss_scale", _number),
+        "data_types.grad_accum_dtype": Decided(
             "accumulate_allreduce_grads_in_fp32", _of_type(str, lambda dtype: True if dtype == "fp32" else None)
         ),
-        "pipeline.token_slices": Setting("token_slices"),
-        "pipeline.schedule": Setting("pipeline_schedule"),
-        "optimizer.type": Setting("optimizer", _of_type(str, lambda name: _OPTIMIZERS.get(name.lower()))),
-        "optimizer.params.lr": Setting("lr", _number),
-        "optimizer.params.betas": Setting("adam_beta1,adam_beta2", _of_type(list, _two_numbers)),
-        "optimizer.params.eps": Setting("adam_eps", _number),
-        "optimizer.params.weight_decay": Setting("weight_decay", _number),
-        "optimizer.params.momentum": Setting("sgd_momentum", _number),
+        "pipeline.token_slices": Decided("token_slices"),
+        "pipeline.schedule": Decided("pipeline_schedule"),
+        "optimizer.type": Decided("optimizer", _of_type(str, lambda name: _OPTIMIZERS.get(name.lower()))),
+        "optimizer.params.lr": Decided("lr", _number),
+        "optimizer.params.betas": Decided("adam_beta1,adam_beta2", _of_type(list, _two_numbers)),
+        "optimizer.params.eps": Decided("adam_eps", _number),
+        "optimizer.params.weight_decay": Decided("weight_decay", _number),
+        "optimizer.params.momentum": Decided("sgd_momentum", _number),
     }
 )
 """Each setting that fields of ours decide, by its name with dots."""

@@ -15,9 +15,9 @@ from megatron_terapipe.config.layers import (
     window_of_megatron,
 )
 from megatron_terapipe.config.options import Otherwise, check, check_bounds, option, resolve
-from megatron_terapipe.config.recurrences import RecurrenceSettings, resolve_recurrences
-from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
-from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
+from megatron_terapipe.config.recurrences import resolve_recurrences
+from megatron_terapipe.config.rotation import RotationSettings, check_rotation, resolve_rotation
+from megatron_terapipe.errors import ConfigError
 
 OF_TRAINING = {
     *("seq_length", "hidden_dropout", "attention_dropout"),
@@ -29,7 +29,7 @@ OF_TRAINING = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig(RecurrenceSettings):
+class ModelConfig(RotationSettings):
     """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2."""
 
     model_preset: str | None = option(None, metavar="NAME|PATH")
@@ -56,86 +56,6 @@ class ModelConfig(RecurrenceSettings):
     """Key and value heads of each attention. If there are fewer than query heads, several query heads share one
     (grouped-query attention)."""
 
-    kv_channels: int = option(derived="--hidden-size / --num-attention-heads", least=1, most=1_000_000)
-    """Width of one head."""
-
-    seq_length: int = option(least=1, most=10**9)
-    """Tokens of one training sequence."""
-
-    max_position_embeddings: int = option(derived="--seq-length", least=1, most=10**9)
-    """Longest sequence that the model can process. With learned positions, their number."""
-
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
-        "learned_absolute",
-        # Scripts pass the second together with RoPE: it is about the learned positions.
-        also={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": Otherwise("none")},
-        elsewhere=dict.fromkeys(("relative", "mrope", "alibi"), MODEL_CANNOT_BE_TRAINED),
-    )
-    """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
-    queries and keys, `none` does neither. Megatron's `yarn` is `rope` with `--rotary-scaling yarn`."""
-
-    rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",), above=0, most=1e15)
-    """Base of the wavelengths of the rotations."""
-
-    rotary_percent: float = option(1.0, above=0, most=1)
-    """Fraction of each head that is rotated, its first channels."""
-
-    rotary_interleaved: bool = False
-    """Rotate channel 2i with channel 2i + 1. By default channel i turns with channel i + half of the rotated ones."""
-
-    rotary_scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = option(
-        derived="linear with --rotary-scaling-factor above 1, otherwise none",
-        also={"--use-rope-scaling": "llama3"},
-    )
-    """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
-    (`linear`); only the slow ones, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
-    beyond --rotary-original-length (`dynamic`); or by lists of factors, one for sequences up to that length and one for
-    longer ones, as in Phi-3 (`longrope`)."""
-
-    rotary_scaling_factor: float = option(
-        derived="8 with llama3, --max-position-embeddings / --rotary-original-length with longrope, otherwise 1",
-        aliases=("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor"),
-        above=0,
-        most=1e6,
-    )
-    """How many times longer the sequences are that the rotations are scaled for."""
-
-    rotary_original_length: int = option(
-        derived="8192 with llama3, otherwise --max-position-embeddings / --rotary-scaling-factor",
-        aliases=("--original-max-position-embeddings", "--yarn-original-max-position-embeddings"),
-        least=1,
-        most=10**9,
-    )
-    """Tokens of the sequences before scaling: the limit between slow and fast rotations, with `dynamic` and `longrope`
-    between short and long sequences."""
-
-    rotary_short_factors: str | None = option(None, metavar="LIST")
-    """`longrope`: divisors of the rotations if --seq-length is --rotary-original-length or less, a number for each pair
-    of channels, with commas between them."""
-
-    rotary_long_factors: str | None = option(None, metavar="LIST")
-    """`longrope`: the same for longer sequences."""
-
-    rotary_low_frequency_factor: float = option(1.0, above=0, most=1e6)
-    """`llama3` scales rotations whole that turn fewer times than this within --rotary-original-length."""
-
-    rotary_high_frequency_factor: float = option(4.0, above=0, most=1e6)
-    """`llama3` does not scale rotations that turn more times than this within --rotary-original-length."""
-
-    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow", "--yarn-beta-slow"), above=0, most=1e6)
-    """`yarn` scales rotations whole that turn fewer times than this within --rotary-original-length."""
-
-    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast", "--yarn-beta-fast"), above=0, most=1e6)
-    """`yarn` does not scale rotations that turn more times than this within --rotary-original-length."""
-
-    rotary_attention_factor: float = option(
-        derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, sqrt(1 + ln(--rotary-scaling-factor) / "
-        "ln(--rotary-original-length)) with longrope, otherwise 1",
-        above=0,
-        most=1e6,
-    )
-    """Factor of the rotated channels of queries and keys."""
-
     no_rope_freq: str | None = option(None, metavar="PATTERN")
     """Layers without rotations: a number N for every Nth layer, or a list with a 1 for each such layer,
     `([0]*3+[1])*8`."""
@@ -146,10 +66,6 @@ class ModelConfig(RecurrenceSettings):
     window_attn_skip_freq: str | None = option(None, metavar="PATTERN", needs=("sliding_window",))
     """Layers that attend to the whole sequence in spite of --sliding-window: a number N for every Nth layer, or a list
     with a 1 for each layer with a window and a 0 for each without, `([1]*5+[0])*4`."""
-
-    rotary_base_local: float | None = option(None, needs=("sliding_window",), above=0, most=1e15)
-    """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
-    layers."""
 
     qk_norm: Literal["none", "head", "head-rotated", "all-heads"] = option("none", also={"--qk-layernorm": "head"})
     """Norms on queries and on keys: over each head before it is rotated (`head`) or after (`head-rotated`), or over
@@ -338,11 +254,6 @@ class ModelConfig(RecurrenceSettings):
                 f"--heterogeneous-layers-config-path describes {described} layers, but --num-layers is "
                 f"{self.num_layers}: describe each, or set --num-layers {described}"
             )
-
-    @property
-    def rotary_channels(self) -> int:
-        """Channels of each head that RoPE rotates."""
-        return int(self.kv_channels * self.rotary_percent)
 
     @property
     def gated(self) -> bool:

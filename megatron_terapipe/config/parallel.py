@@ -55,9 +55,10 @@ class ParallelConfig:
     but need more messages and keep more activations."""
 
     model_chunk_placement: Literal["looped", "v", "auto"] = "looped"
-    """Which stages a rank owns if it owns several: `looped` numbers them round and round; `v` goes there and back, so
-    that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files.
-    `auto`, with `optimised` and `--token-slices auto`, finds the one with which the step is shorter."""
+    """Which stages a rank owns if it owns several: with `looped` stage i is on rank i mod P of P ranks; with `v` the
+    stages fold back, so that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and
+    schedules from files. `auto`, with `optimised` and `--token-slices auto`, finds the one with which the step is
+    shorter."""
 
     expert_model_parallel_size: int = option(1, least=1, most=10_000)
     """Ranks that share the experts of each layer, each with as many of them. They are data-, sequence- and
@@ -112,7 +113,7 @@ class ParallelConfig:
     cluster: str | None = option(None, metavar="FILE")
     """Cluster for which `--strategy auto`, `--token-slices auto` and `--pipeline-schedule optimised` find answers: a
     cluster file as `terapipe search` reads it, or a hostfile, whose devices are assumed to be
-    A100-SXM4-80GB. Default: nodes of eight A100-SXM4-80GB, on any machine, so that all ranks find the same."""
+    A100-SXM4-80GB. Default: nodes of eight A100-SXM4-80GB, on any machine."""
 
     op_profile: str | None = option(None, metavar="FILE")
     """Profile with the times of ops and messages for these answers, as `terapipe search measure`

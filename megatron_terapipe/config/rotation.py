@@ -8,14 +8,106 @@ Llama   Grattafiori et al., arXiv 2407.21783; the formula of its scaling is that
 
 from dataclasses import dataclass, replace
 from math import ceil, floor, isfinite, log, pi, sqrt
-from typing import TYPE_CHECKING
+from typing import Literal, TypeVar
 
 from megatron_terapipe.config.layers import BlockShape
-from megatron_terapipe.config.options import check_bounds, flag, resolve
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.config.options import Otherwise, check_bounds, flag, option, resolve
+from megatron_terapipe.config.recurrences import RecurrenceSettings
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
-if TYPE_CHECKING:
-    from megatron_terapipe.config.model import ModelConfig
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotationSettings(RecurrenceSettings):
+    """Positions of the tokens in a model."""
+
+    kv_channels: int = option(derived="--hidden-size / --num-attention-heads", least=1, most=1_000_000)
+    """Width of one head."""
+
+    seq_length: int = option(least=1, most=10**9)
+    """Tokens of one training sequence."""
+
+    max_position_embeddings: int = option(derived="--seq-length", least=1, most=10**9)
+    """Longest sequence that the model can process. With learned positions, their number."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
+        "learned_absolute",
+        # Scripts pass the second together with RoPE: it is about the learned positions.
+        also={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": Otherwise("none")},
+        elsewhere=dict.fromkeys(("relative", "mrope", "alibi"), MODEL_CANNOT_BE_TRAINED),
+    )
+    """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
+    queries and keys, `none` does neither. Megatron's `yarn` is `rope` with `--rotary-scaling yarn`."""
+
+    rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",), above=0, most=1e15)
+    """Base of the wavelengths of the rotations."""
+
+    rotary_percent: float = option(1.0, above=0, most=1)
+    """Fraction of each head that is rotated, its first channels."""
+
+    rotary_interleaved: bool = False
+    """Rotate channel 2i with channel 2i + 1. By default channel i turns with channel i + half of the rotated ones."""
+
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = option(
+        derived="linear with --rotary-scaling-factor above 1, otherwise none",
+        also={"--use-rope-scaling": "llama3"},
+    )
+    """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
+    (`linear`); only the slow ones, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
+    beyond --rotary-original-length (`dynamic`); or by lists of factors, one for sequences up to that length and one for
+    longer ones, as in Phi-3 (`longrope`)."""
+
+    rotary_scaling_factor: float = option(
+        derived="8 with llama3, --max-position-embeddings / --rotary-original-length with longrope, otherwise 1",
+        aliases=("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor"),
+        above=0,
+        most=1e6,
+    )
+    """How many times longer the sequences are that the rotations are scaled for."""
+
+    rotary_original_length: int = option(
+        derived="8192 with llama3, otherwise --max-position-embeddings / --rotary-scaling-factor",
+        aliases=("--original-max-position-embeddings", "--yarn-original-max-position-embeddings"),
+        least=1,
+        most=10**9,
+    )
+    """Tokens of the sequences before scaling: the limit between slow and fast rotations, with `dynamic` and `longrope`
+    between short and long sequences."""
+
+    rotary_short_factors: str | None = option(None, metavar="LIST")
+    """`longrope`: divisors of the rotations if --seq-length is --rotary-original-length or less, a number for each pair
+    of channels, with commas between them."""
+
+    rotary_long_factors: str | None = option(None, metavar="LIST")
+    """`longrope`: the same for longer sequences."""
+
+    rotary_low_frequency_factor: float = option(1.0, above=0, most=1e6)
+    """`llama3` scales rotations whole that turn fewer times than this within --rotary-original-length."""
+
+    rotary_high_frequency_factor: float = option(4.0, above=0, most=1e6)
+    """`llama3` does not scale rotations that turn more times than this within --rotary-original-length."""
+
+    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow", "--yarn-beta-slow"), above=0, most=1e6)
+    """`yarn` scales rotations whole that turn fewer times than this within --rotary-original-length."""
+
+    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast", "--yarn-beta-fast"), above=0, most=1e6)
+    """`yarn` does not scale rotations that turn more times than this within --rotary-original-length."""
+
+    rotary_attention_factor: float = option(
+        derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, sqrt(1 + ln(--rotary-scaling-factor) / "
+        "ln(--rotary-original-length)) with longrope, otherwise 1",
+        above=0,
+        most=1e6,
+    )
+    """Factor of the rotated channels of queries and keys."""
+
+    rotary_base_local: float | None = option(None, needs=("sliding_window",), above=0, most=1e15)
+    """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
+    layers."""
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of each head that RoPE rotates."""
+        return int(self.kv_channels * self.rotary_percent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +124,7 @@ class Rotation:
     """Whether pair c is channels 2c and 2c + 1; otherwise it is channels c and c + the number of pairs."""
 
 
-def rotation_of(model: "ModelConfig", block: BlockShape) -> Rotation | None:
+def rotation_of(model: RotationSettings, block: BlockShape) -> Rotation | None:
     """Return the rotation of a layer's queries and keys; None if it has none."""
     if model.position_embedding_type != "rope" or not block.rotated:
         return None
@@ -53,7 +145,7 @@ def frequencies_of_base(base: float, channels: int) -> tuple[float, ...]:
     return tuple(base ** (-channel / channels) for channel in range(0, channels, 2))
 
 
-def scaled_frequencies(model: "ModelConfig") -> tuple[float, ...]:
+def scaled_frequencies(model: RotationSettings) -> tuple[float, ...]:
     """Return the angle per position of each pair of channels, scaled by the settings of the model section."""
     plain = frequencies_of_base(model.rotary_base, model.rotary_channels)
     if model.rotary_scaling == "none":
@@ -73,7 +165,10 @@ FOLLOW_LENGTH = ("dynamic", "longrope")
 """Scalings with which rotations depend on the length of sequences."""
 
 
-def for_length(model: "ModelConfig", tokens: int) -> "ModelConfig":
+Settings = TypeVar("Settings", bound=RotationSettings)
+
+
+def for_length(model: Settings, tokens: int) -> Settings:
     """Return the model for sequences of another length, where its rotations depend on that.
 
     Args:
@@ -84,14 +179,14 @@ def for_length(model: "ModelConfig", tokens: int) -> "ModelConfig":
     return replace(model, seq_length=min(tokens, model.max_position_embeddings))
 
 
-def _base_stretch(model: "ModelConfig") -> float:
+def _base_stretch(model: RotationSettings) -> float:
     """Factor of the base for sequences of this length, 1 up to the original one (Peng, section 3.2, equation 16)."""
     factor, channels = model.rotary_scaling_factor, model.rotary_channels
     longer = max(model.seq_length / model.rotary_original_length, 1.0)
     return float((factor * longer - (factor - 1)) ** (channels / (channels - 2)))
 
 
-def listed_factors(model: "ModelConfig", name: str) -> tuple[float, ...]:
+def listed_factors(model: RotationSettings, name: str) -> tuple[float, ...]:
     """Return the factors of a list of `longrope`, one for each pair of channels."""
     text, pairs = getattr(model, name), model.rotary_channels // 2
     if text is None:
@@ -109,18 +204,18 @@ def listed_factors(model: "ModelConfig", name: str) -> tuple[float, ...]:
     return factors
 
 
-def _none_kept(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
+def _none_kept(model: RotationSettings, plain: tuple[float, ...]) -> list[float]:
     return [0.0 for _ in plain]
 
 
-def _kept_in_llama3(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
+def _kept_in_llama3(model: RotationSettings, plain: tuple[float, ...]) -> list[float]:
     """Share of each frequency that is not scaled, which grows with its turns within the original length."""
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
     turns = (model.rotary_original_length * each / (2 * pi) for each in plain)
     return [_within_unit((each - low) / (high - low)) for each in turns]
 
 
-def _kept_in_yarn(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
+def _kept_in_yarn(model: RotationSettings, plain: tuple[float, ...]) -> list[float]:
     """Share of each frequency that is not scaled, which falls with its number (Peng, equations 17 to 19)."""
 
     def number(turns: float) -> float:
@@ -139,7 +234,7 @@ def _within_unit(value: float) -> float:
     return min(max(value, 0.0), 1.0)
 
 
-def resolve_rotation(model: "ModelConfig") -> None:
+def resolve_rotation(model: RotationSettings) -> None:
     """Fill in the settings of rotations that follow from others; only for `__post_init__` of the model section."""
     factor = model.rotary_scaling_factor
     resolve(model, "rotary_scaling", "none" if factor is None or factor == 1 else "linear")
@@ -173,7 +268,7 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
     return sqrt(1 + log(factor) / log(original_length)) if factor > 1 and original_length > 1 else 1.0
 
 
-def check_rotation(model: "ModelConfig") -> None:
+def check_rotation(model: RotationSettings) -> None:
     """Check the settings of rotations against each other."""
     if model.position_embedding_type == "rope" and (model.rotary_channels < 2 or model.rotary_channels % 2):
         raise ConfigError(

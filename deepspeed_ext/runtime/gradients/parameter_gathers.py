@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
     start: int
     stop: int
 
-    def has_of(self, weight: Tensor) -> bool:
+    def holds(self, weight: Tensor) -> bool:
         """Whether it includes elements of a weight."""
         if weight.untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
             return False
@@ -131,7 +131,7 @@ class ParameterGathers:
         weights = [parameter.data for parameter in parameters]
         waiting = []
         for piece in self._pieces:
-            if any(piece.has_of(weight) for weight in weights if weight.numel()):
+            if any(piece.holds(weight) for weight in weights if weight.numel()):
                 piece.wait()
             else:
                 waiting.append(piece)

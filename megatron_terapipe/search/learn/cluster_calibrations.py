@@ -98,13 +98,13 @@ class Calibrations:
         return [*self._ready, *(self.of(*site) for site in sites)]
 
     def _fit(self, source: str, device: str, several_nodes: bool) -> Calibration:
-        def is_of(one: Trial | Calibration) -> bool:
+        def matches(one: Trial | Calibration) -> bool:
             return one.device == device and (not one.source or not source or one.source == source)
 
-        trials = list(filter(is_of, self._trials))
+        trials = list(filter(matches, self._trials))
         if not trials:
             # The only one that was read from a file for such a cluster.
-            ready = list(filter(is_of, self._ready))
+            ready = list(filter(matches, self._ready))
             alike_ready = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
             return alike_ready[0] if len(alike_ready) == 1 else self._none
         alike = [one for one in trials if one.site[2] == several_nodes]

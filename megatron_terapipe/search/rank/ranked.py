@@ -91,9 +91,8 @@ def memory_step(peak: Any) -> Any:
 
 def simplicity(strategy: Strategy) -> tuple[Any, ...]:
     """Return the tie-break key: smaller for the simpler of two strategies, and different for any two."""
-    return tuple(
-        each.tie_key_of(getattr(strategy, each.name)) for each in sorted(DIMENSIONS, key=lambda each: each.tie)
-    )
+    by_place = sorted(DIMENSIONS, key=lambda each: each.tie)
+    return tuple(each.tie_key_of(getattr(strategy, each.name)) for each in by_place)
 
 
 def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
