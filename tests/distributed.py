@@ -11,8 +11,8 @@ from typing import Any
 from megatron_terapipe.search.machine.launcher import free_port
 
 # Children are forked from a server that has imported the heavy packages once.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preloaded"])
+fork_server = multiprocessing.get_context("forkserver")
+fork_server.set_forkserver_preload(["tests.preloaded"])
 
 TIMEOUT_S = 240
 LINGER_S = 3
@@ -34,8 +34,8 @@ def run_distributed(function: Callable[..., Any], world_size: int, *arguments: A
     port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(
+        receiver, sender = fork_server.Pipe(duplex=False)
+        process = fork_server.Process(
             target=_rank, args=(sender, rank, world_size, port, function, arguments), daemon=True
         )
         process.start()

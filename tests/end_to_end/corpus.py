@@ -2,11 +2,9 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.end_to_end.launching import environment
+from megatron_terapipe.data.preprocess import main as preprocess
 
 WORDS = "the quick brown fox jumps over a lazy dog and runs away from it into the dark woods".split()
 
@@ -21,7 +19,6 @@ def write_corpus(folder: Path) -> Path:
     with (folder / "corpus.jsonl").open("w") as corpus:
         for _ in range(200):
             corpus.write(json.dumps({"text": " ".join(draw.choices(WORDS, k=60))}) + "\n")
-    command = [sys.executable, "-m", "megatron_terapipe.data.preprocess", "--tokenizer-type", "byte", "--append-eod"]
-    command += ["--input", str(folder / "corpus.jsonl"), "--output-prefix", str(folder / "corpus")]
-    subprocess.run(command, check=True, env=environment())
+    words = ["--tokenizer-type", "byte", "--append-eod", "--input", str(folder / "corpus.jsonl")]
+    assert preprocess([*words, "--output-prefix", str(folder / "corpus")]) == 0
     return folder / "corpus_text_document"

@@ -15,7 +15,6 @@ from tests.end_to_end.launching import (
     Launch,
     error_lines,
     flags,
-    launch,
     num_metrics,
     read_metrics,
     train_on_this_rank,
@@ -55,7 +54,7 @@ def test_the_killed_run_left_a_whole_checkpoint(killed: Path, trained: Trained) 
 
 def test_resumed_it_gives_the_same_numbers_bit_for_bit(killed: Path, trained: Trained, data: Path) -> None:
     outputs = ["--save", "checkpoints", "--save-interval", "3", "--metrics-file", "resumed.jsonl"]
-    launch(killed, flags(data, *outputs, "--load", "checkpoints"))
+    assert run_distributed(train_on_this_rank, 2, flags(data, *outputs, "--load", "checkpoints"), killed) == [0, 0]
     found, evaluations = read_metrics(killed / "resumed.jsonl")
     expected, expected_evaluations = read_metrics(trained.metrics)
     assert [each["iteration"] for each in found] == [4, 5, 6]

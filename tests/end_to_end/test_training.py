@@ -1,6 +1,7 @@
 """A launched run: its metrics, files and log, and the same losses with other token slices."""
 
 import json
+import os
 import re
 from math import log
 from pathlib import Path
@@ -125,6 +126,21 @@ def test_token_slices_do_not_change_the_losses(trained: Trained, data: Path, tmp
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-6)
     for mine, theirs in zip(found[1], expected[1], strict=True):
         assert mine["validation_lm_loss"] == pytest.approx(theirs["validation_lm_loss"], rel=1e-6)
+
+
+def _alone_on_its_host(words: list[str]) -> int:
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1")
+    return train_on_this_rank(words)
+
+
+def test_ranks_that_are_alone_on_their_hosts_train_as_on_one(trained: Trained, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    words = flags(data, "--metrics-file", path, "--save", tmp_path / "checkpoints")
+    assert run_distributed(_alone_on_its_host, 2, words) == [0, 0]
+    for found, expected in zip(read_metrics(path), read_metrics(trained.metrics), strict=True):
+        losses = [[each.get("lm_loss", each.get("validation_lm_loss")) for each in run] for run in (found, expected)]
+        assert losses[0] == losses[1]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step6"
 
 
 def test_another_seed_gives_other_losses(trained: Trained, data: Path, tmp_path: Path) -> None:

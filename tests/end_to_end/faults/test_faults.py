@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 import pretrain_gpt
 from megatron_terapipe.checkpoint.directories import only_run_in
+from tests import warm
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import PRETRAIN, environment, error_lines, flags
 
@@ -152,31 +153,25 @@ def test_one_rank_of_a_host_prints_the_error(refused: Trainer) -> None:
     assert refused("--token-slices", "9,9", RANK=1, LOCAL_RANK=1) == ""
 
 
-def run_pretrain(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 def test_bad_flags_are_refused_before_torch_is_imported(data: Path) -> None:
     """So every rank ends within a second."""
     program = "import sys, pretrain_gpt; code = pretrain_gpt.main(); print('torch' in sys.modules); sys.exit(code)"
-    found = run_pretrain("-c", program, *flags(data, "--token-slices", "9,9"))
+    words = [sys.executable, "-c", program, *flags(data, "--token-slices", "9,9")]
+    found = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert (found.returncode, found.stdout) == (2, "False\n")
     assert len(error_lines(found.stderr)) == 1
 
 
 def test_a_rendezvous_that_fails(data: Path, tmp_path: Path) -> None:
     """Without an address, and on the port of another run."""
-    words = [str(PRETRAIN), *flags(data, "--save", tmp_path / "save", "--pipeline-model-parallel-size", 1)]
+    words = flags(data, "--save", tmp_path / "save", "--pipeline-model-parallel-size", 1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         for variables, parts in (
             ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "2", "WORLD_SIZE": "2"}, ("MASTER_ADDR", "MASTER_PORT")),
             ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, (f"port {port} of 127.0.0.1", "--master_port")),
         ):
-            found = run_pretrain(*words, **variables)
+            found = warm.run(["python", str(PRETRAIN), *words], tmp_path, **variables)
             assert found.returncode == 2, found.stderr
             (line,) = error_lines(found.stderr)
             assert all(part in line for part in parts), line

@@ -16,7 +16,7 @@ from megatron_terapipe.doctor.probe import PREFIX
 from tests.end_to_end.hosts.network import Host, Network
 from tests.end_to_end.launching import TIMEOUT_S, environment
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
 
 LISTENS = "import socket, time; taken = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(600)"
 

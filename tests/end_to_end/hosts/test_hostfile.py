@@ -13,7 +13,7 @@ from tests.end_to_end.hosts import cuda_variables
 from tests.end_to_end.hosts.network import Network
 from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, TIMEOUT_S, environment, error_lines, flags, read_metrics
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
 
 
 def launch(

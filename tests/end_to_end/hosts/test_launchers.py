@@ -13,7 +13,7 @@ from tests.end_to_end.hosts.network import SEARCH_PATH, Network
 from tests.end_to_end.hosts.slurm import missing_slurm, slurm
 from tests.end_to_end.launching import TIMEOUT_S, environment
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
 
 
 def run(two_hosts: Network, words: list[object], **variables: str) -> None:

@@ -12,7 +12,7 @@ from megatron_terapipe.search.price.profile import read_profile
 from tests.end_to_end.hosts.network import Network, missing, network
 from tests.end_to_end.launching import DEEPSPEED, TIMEOUT_S, environment
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
 
 RATE_MBIT = 500
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 128}

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.hosts.network import ETC, NAMESPACES, Host, Network, network
 from tests.end_to_end.launching import environment
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
 
 THAT_DIES = """
 import os, signal, sys

@@ -1,10 +1,8 @@
 """From a measurement of this machine over a search to a run that trains, by the command that the search printed."""
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from math import log
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.machine.launcher import free_port
+from tests import warm
 from tests.end_to_end.launching import DEEPSPEED, ROOT, TIMEOUT_S, environment, read_metrics
 
 MODEL = {
@@ -23,15 +22,7 @@ CLUSTER = {"nodes": [{"hosts": ["localhost"], "device": "cpu-core", "devices": 2
 
 def search(folder: Path, *words: object) -> str:
     """Run a command of the search, and return its output."""
-    path = os.pathsep.join([str(DEEPSPEED.parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_terapipe.search", *map(str, words)],
-        cwd=folder,
-        env=environment(PATH=path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = warm.run(["terapipe", "search", *map(str, words)], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.runtime.cuda_environment import VARIABLES
 from megatron_terapipe.search.machine import supervisor
 from megatron_terapipe.search.machine.launcher import supervised
 from tests.end_to_end.launching import environment
@@ -119,3 +120,9 @@ def test_processes_on_other_hosts_are_ended(
     assert "-w a,b " in words
     assert words.endswith(f"{supervisor.__file__} --end {mark}\n")
     assert ("processes of a run may be left here or on a, b" in capsys.readouterr().err) == warned
+
+
+def test_deepspeed_passes_the_mark_on_and_no_variable_of_cuda() -> None:
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    assert supervisor.VARIABLE.startswith(tuple(runner.EXPORT_ENVS))
+    assert not any(each.name.startswith(tuple(runner.EXPORT_ENVS)) for each in VARIABLES)
