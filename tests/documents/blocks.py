@@ -25,6 +25,7 @@ SHELL = (
 """Words that the first line of an indented block of shell commands starts with."""
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```|(?:(?<=\n\n)|\A)((?:(?:    [^\n]*)?\n)+)", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"`([\w-]+\.(?:json|ya?ml|jsonl|txt))`")
+_NOT_RUN = re.compile(r"<!-- not run: (.*?) -->")
 _INLINE = re.compile(r"`((?:terapipe|python|deepspeed|make|bash) [^`]+)`")
 
 
@@ -41,16 +42,18 @@ class Block:
     """The block, without fence and indentation."""
     file_name: str | None
     """Last file name in the paragraph before the block, None if it names none."""
+    not_run: str | None
+    """Why its commands are not run, from a comment before the block, or from one of the page ("this page"); or None."""
 
     @property
     def where(self) -> str:
         """The place of the block, as an editor opens it."""
         return f"{self.path.relative_to(ROOT)}:{self.line}"
 
-    def commands(self) -> list[list[str]]:
-        """The words of each command, without comments."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [words for line in lines if (words := shlex.split(line, comments=True))]
+    def commands(self) -> list[str]:
+        """Its lines for a shell, each a command."""
+        lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
+        return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def written() -> list[Path]:
@@ -62,13 +65,16 @@ def blocks_of(path: Path) -> list[Block]:
     """Return the blocks of a document, first to last."""
     text = path.read_text(encoding="utf-8")
     found = []
+    of_page = next((reason for reason in _NOT_RUN.findall(text) if "this page" in reason), None)
     for match in _BLOCK.finditer(text):
         fence, fenced, indented = match.groups()
         if (content := fenced or re.sub(r"^    ", "", indented or "", flags=re.MULTILINE).rstrip("\n")).strip():
             language = fence or ("shell" if content.startswith(SHELL) else "text")
-            names = _NAME.findall(text[: match.start()].rstrip().rsplit("\n\n", 1)[-1])
+            before = text[: match.start()].rstrip().rsplit("\n\n", 1)[-1]
+            names, reasons = _NAME.findall(before), _NOT_RUN.findall(before)
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(path, line, language, content, names[-1] if names else None))
+            name, reason = (next(iter(each[-1:]), None) for each in (names, reasons))
+            found.append(Block(path, line, language, content, name, reason or of_page))
     return found
 
 

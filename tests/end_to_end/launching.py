@@ -21,12 +21,15 @@ from megatron_terapipe.search.machine.launcher import free_port
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"
 DEEPSPEED = Path(sys.executable).with_name("deepspeed")
-TIMEOUT_S = 240
+TIMEOUT_S = 900
+"""Longer than any launch takes on a busy machine."""
 
 MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split()
 TRAINING = "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --split 90,10,0".split()
 PIPELINE = "--pipeline-model-parallel-size 2 --num-token-slices 4".split()
 EVALUATION = "--eval-interval 3 --eval-iters 2".split()
+WITHOUT_ZERO = "--zero-stage 0".split()
+"""For launched runs: a rank then imports five seconds less at its start."""
 NO_EVALUATION = "--eval-iters 0".split()
 
 

@@ -48,22 +48,6 @@ def test_other_devices_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "fp16, ZeRO 1" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--hostfile {0}", "--hostfile {0} cannot be read (No such file or directory): "),
-        ("--hostfile {1}", '--hostfile: {1}: line 1 of the hostfile, "alpha", is not HOST slots=N '),
-        ("--hostfile {2} --data-parallel-size 2", "--data-parallel-size 2 contradicts the 4 processes launched"),
-    ],
-)
-def test_bad_hostfiles(words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    none, bad, good = (tmp_path / name for name in ("none", "bad", "good"))
-    bad.write_text("alpha\n")
-    good.write_text("alpha slots=4\n")
-    assert main([*CHECK, *words.format(none, bad, good).split()]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {line.format(none, bad)}")
-
-
 def test_without_the_files_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     there = "--data-path 0.3 far/corpus 0.7 far/books --vocab-file far/vocab.json --merge-file far/merges.txt"
     there += " --tokenizer-type GPT2BPETokenizer --save /proc/saved --load /proc/saved --split 100,0,0"
@@ -96,12 +80,18 @@ def test_a_strategy_gives_the_number_of_ranks(tmp_path: Path, capsys: pytest.Cap
         ("--deepspeed-config nowhere.json", "--deepspeed-config"),
         ("--token-slices auto --cluster nowhere.json", "--cluster nowhere.json "),
         ("--pipeline-schedule optimised --op-profile nowhere.json", "--op-profile: nowhere.json "),
+        ("--hostfile nowhere", "--hostfile nowhere cannot be read (No such file or directory): "),
+        ("--hostfile {bad}", '--hostfile: {bad}: line 1 of the hostfile, "alpha", is not HOST slots=N '),
+        ("--hostfile {good} --data-parallel-size 2", "--data-parallel-size 2 contradicts the 4 processes launched"),
     ],
 )
-def test_refused_runs(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CHECK, *words.split()]) == 2
+def test_refused_runs(words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, good = (tmp_path / name for name in ("bad", "good"))
+    bad.write_text("alpha\n")
+    good.write_text("alpha slots=4\n")
+    assert main([*CHECK, *words.format(bad=bad, good=good).split()]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {line}")
+    assert error.startswith(f"error: {line.format(bad=bad)}")
     assert error.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""A launched run: its metrics, files and log, and the same losses with other token slices."""
+"""A run: its metrics, files and log, and the same losses with other token slices."""
 
 import json
 import os

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.launching import Launch, flags, num_metrics, read_metrics, terapipe, train_on_this_rank
+from tests.end_to_end.launching import (
+    NO_EVALUATION,
+    WITHOUT_ZERO,
+    Launch,
+    flags,
+    num_metrics,
+    read_metrics,
+    terapipe,
+    train_on_this_rank,
+)
 
 RAMP = "--global-batch-size 12 --rampup-batch-size 4 4 24 --log-interval 1".split()
 STEPS = ["--step-batch-size-schedule", "0:4 384:8 768:12", "--log-interval", "1", "--eval-iters", "1"]
@@ -82,7 +91,7 @@ def test_an_early_end_saves_a_checkpoint(data: Path, tmp_path: Path, flag: str, 
 def test_a_signal_to_the_command_ends_all_with_a_checkpoint_and_exit_code_0(data: Path, tmp_path: Path) -> None:
     """As from Slurm and Kubernetes. All ranks save the same iteration."""
     outputs = ["--save", "saved", "--metrics-file", "metrics.jsonl", "--train-iters", 100000, "--log-interval", 1]
-    words = flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler")
+    words = flags(data, *outputs, *NO_EVALUATION, *WITHOUT_ZERO, "--exit-signal-handler")
     launched = Launch(tmp_path, words, launcher=terapipe())
     metrics = tmp_path / "metrics.jsonl"
     launched.wait_for(lambda: num_metrics(metrics) > 3)

@@ -1,7 +1,6 @@
 """Models of transformers, unmodified, train in token slices as they do on their own; others are refused."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +52,38 @@ CASES = [
 ]
 
 
-def _all_gradients() -> list[tuple[float, dict[str, np.ndarray]]]:
-    return [gradients(setup, kind, {}) for kind, setup in CASES]
+DROPOUT = dict.fromkeys(models.NO_DROPOUT, 0.2)
 
 
-@cache
-def _of_all_ranks() -> list[list[tuple[float, dict[str, np.ndarray]]]]:
-    return run_distributed(_all_gradients, 2)
+def _compute(directory: str) -> dict[str, Any]:
+    """What the tests ask of two ranks: importing transformers takes a rank seconds."""
+    return {
+        "plain": [gradients(setup, kind, {}) for kind, setup in CASES],
+        "dropout": gradients(RECOMPUTED, "gpt2", DROPOUT),
+        "trained": _trained(directory),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the model that the ranks save."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def computed(saved: Path) -> list[dict[str, Any]]:
+    """Results by rank."""
+    return run_distributed(_compute, 2, str(saved))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{kind}-{setup}" for kind, setup in CASES])
-def test_loss_and_gradients_are_those_of_the_plain_model(case: int) -> None:
+def test_loss_and_gradients_are_those_of_the_plain_model(case: int, computed: list[dict[str, Any]]) -> None:
     kind, _ = CASES[case]
     # With soft caps transformers computes the softmax of attention in fp32, whatever the model.
     tolerance = 1e-6 if kind == "gemma2" else 1e-12
     expected_loss, expected = models.plain_gradients(model_of(kind))
     found: dict[str, np.ndarray] = {}
-    for loss, of_rank in (of_all[case] for of_all in _of_all_ranks()):
+    for loss, of_rank in (of_all["plain"][case] for of_all in computed):
         assert loss == pytest.approx(expected_loss, rel=tolerance)
         found |= of_rank
     assert found.keys() == expected.keys()
@@ -77,11 +91,10 @@ def test_loss_and_gradients_are_those_of_the_plain_model(case: int) -> None:
     assert {name: error for name, error in errors.items() if error > tolerance} == {}
 
 
-def test_dropout_does_not_depend_on_token_slices() -> None:
-    dropout = dict.fromkeys(models.NO_DROPOUT, 0.2)
-    ((expected_loss, expected),) = run_distributed(gradients, 1, WHOLE, "gpt2", dropout)
+def test_dropout_does_not_depend_on_token_slices(computed: list[dict[str, Any]]) -> None:
+    ((expected_loss, expected),) = run_distributed(gradients, 1, WHOLE, "gpt2", DROPOUT)
     found: dict[str, np.ndarray] = {}
-    for loss, of_rank in run_distributed(gradients, 2, RECOMPUTED, "gpt2", dropout):
+    for loss, of_rank in (of_all["dropout"] for of_all in computed):
         assert loss == pytest.approx(expected_loss, rel=1e-12)
         found |= of_rank
     assert found.keys() == expected.keys()
@@ -107,9 +120,9 @@ def _trained(directory: str) -> dict[str, Any]:
     return {"outputs": None if outputs is None else as_numpy(outputs), "names": names}
 
 
-def test_the_weights_of_all_stages_are_saved_as_transformers_does(tmp_path: Path) -> None:
-    first, last = run_distributed(_trained, 2, str(tmp_path))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+def test_the_weights_of_all_stages_are_saved_as_transformers_does(saved: Path, computed: list[dict[str, Any]]) -> None:
+    first, last = (of_rank["trained"] for of_rank in computed)
+    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).eval()
     assert first["names"] == {name for name, _ in loaded.named_parameters()}
     assert last["names"] is None
     logits = as_numpy(loaded(models.batches(1)[0]["input_ids"]).logits)

@@ -1,12 +1,19 @@
 """Campaigns: faults of one class, made many times, and their outcomes."""
 
+import os
+import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.report import Section
+from tests.end_to_end.launching import Launch, error_lines
+
+ENDS_S = 60.0
+"""Promised seconds from a fault to the end of the last process, where no other time is promised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,60 @@ class Outcome:
         """Promises that were not kept, the time to the end among them."""
         late = self.longest_s is not None and self.promised_s is not None and self.longest_s > self.promised_s
         return (*self.broken, *([f"ended after {self.longest_s:.0f} s, not {self.promised_s:.0f}"] if late else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The end of a launched run after a fault."""
+
+    code: int
+    output: str
+    seconds: float
+    """From the fault to the end of the last process, or to the end of the wait for it."""
+    left: int
+    """Processes that were left."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines with an error."""
+        return error_lines(self.output)
+
+    def outcome(
+        self, fault: str, *, code: int | None, lines: list[str], broken: Iterable[str] = (), promised_s: float = ENDS_S
+    ) -> Outcome:
+        """Outcome of the fault: one line, the exit code, no process left and no traceback, and more broken promises.
+
+        Args:
+            code: exit code that was promised; None = any but 0.
+            lines: of the output that report the fault.
+        """
+        wrong = self.code == 0 if code is None else self.code != code
+        found = [f"exit code {self.code}"] * wrong + [f"{len(lines)} lines: {lines[:2]}"] * (len(lines) != 1)
+        found += [f"{self.left} processes left"] * bool(self.left) + ["a traceback"] * ("Traceback" in self.output)
+        return Outcome(
+            fault=fault,
+            tried=1,
+            longest_s=self.seconds,
+            promised_s=promised_s,
+            message=lines[0].strip().removeprefix("error: ") if lines else "",
+            broken=(*found, *broken),
+        )
+
+
+def ending(run: Launch, since: float | None = None) -> Ending:
+    """Wait for the end of a run and of all its processes, and end what is left.
+
+    Args:
+        since: time of the fault on the monotonic clock; None = now.
+    """
+    since = time.monotonic() if since is None else since
+    code = run.wait()
+    left = run.wait_for_all(ENDS_S)
+    seconds = time.monotonic() - since
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return Ending(code=code, output=run.output(), seconds=seconds, left=len(left))
 
 
 Campaign = Callable[[Settings], Iterator[Outcome]]

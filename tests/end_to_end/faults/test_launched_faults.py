@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import DEEPSPEED, Launch, environment, error_lines, flags, read_metrics
+from tests.end_to_end.launching import (
+    DEEPSPEED,
+    NO_EVALUATION,
+    WITHOUT_ZERO,
+    Launch,
+    environment,
+    error_lines,
+    flags,
+    read_metrics,
+)
 
 pytestmark = pytest.mark.skipif(not DEEPSPEED.exists(), reason=f"{DEEPSPEED} is not there")
 
@@ -33,11 +42,8 @@ def test_an_error_of_one_rank_ends_all_ranks(data: Path, tmp_path: Path) -> None
     """
     (tmp_path / "sitecustomize.py").write_text(FAILING_RANK)  # python runs it at its start
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    run = Launch(
-        tmp_path,
-        flags(data, "--save", "save", "--metrics-file", "metrics.jsonl", "--report", "r.html"),
-        PYTHONPATH=paths,
-    )
+    outputs = ["--save", "save", "--metrics-file", "metrics.jsonl", "--report", "r.html"]
+    run = Launch(tmp_path, flags(data, *outputs, *NO_EVALUATION, *WITHOUT_ZERO), PYTHONPATH=paths)
     assert run.wait() == 2, run.output()
     assert error_lines(run.output()) == ["error: the text of iteration 3 is gone: bring it back"]
     assert not run.survivors()

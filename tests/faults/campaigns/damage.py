@@ -1,13 +1,14 @@
 """Files of a checkpoint are damaged on purpose: each kind of damage to each kind of file, before a run is started."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tests.checkpoint.damage import DAMAGE, kinds_of_file
 from tests.end_to_end.corpus import write_corpus
-from tests.end_to_end.launching import Launch, error_lines, flags, launch
-from tests.faults.campaign import Outcome, Settings
+from tests.end_to_end.launching import Launch, flags, launch
+from tests.faults.campaign import Outcome, Settings, ending
 
 SAVES = ("--save", "checkpoints", "--save-interval", 2, "--eval-iters", 0)
 
@@ -36,14 +37,10 @@ def _refused(folder: Path, data: Path, damage: str, kind: str) -> Outcome:
     changes = not file.exists() or file.read_bytes() != before
     damaged = {path.name: path.read_bytes() for path in directory.iterdir()}
     more = flags(data, *SAVES, "--load", "checkpoints", "--train-iters", 8)
-    code, lines = _run(folder, more)
-    broken = []
-    if changes and code != 2:
-        broken.append(f"exit code {code}")
-    if changes and (len(lines) != 1 or kind not in lines[0]):
-        broken.append(f"{len(lines)} lines, or one that does not name {file.name}")
+    end = ending(Launch(folder, more))
+    broken = [f"it does not name {file.name}"] * (changes and not any(kind in line for line in end.lines))
     if changes:
-        passed, _ = _run(folder, [*more, "--load-previous-if-damaged"])
+        passed = Launch(folder, [*more, "--load-previous-if-damaged"]).wait()
         kept = folder / "checkpoints" / "global_step6.damaged"
         if passed != 0:
             broken.append(f"exit code {passed} of the run that resumes from the one before")
@@ -51,17 +48,8 @@ def _refused(folder: Path, data: Path, damage: str, kind: str) -> Outcome:
             broken.append("the damaged checkpoint was not kept aside")
         elif (folder / "checkpoints" / "latest").read_text() != "global_step8":
             broken.append("the run did not continue to its end")
-    message = lines[0].removeprefix("error: ") if lines else "nothing, because the file is the same"
-    return Outcome(
-        fault=f"{kind}: {damage}",
-        tried=1,
-        message=message.replace(str(folder), "").partition(": put")[0],
-        broken=tuple(broken),
-    )
-
-
-def _run(folder: Path, trainer_flags: Sequence[str]) -> tuple[int, list[str]]:
-    """The exit code of a run, and its lines about errors."""
-    started = Launch(folder, trainer_flags)
-    code = started.wait()
-    return code, error_lines(started.output())
+    name = f"{kind}: {damage}"
+    if not changes:
+        return Outcome(fault=name, tried=1, message="nothing, because the file is the same", broken=tuple(broken))
+    outcome = end.outcome(name, code=2, lines=end.lines, broken=broken)
+    return replace(outcome, longest_s=None, message=outcome.message.replace(str(folder), "").partition(": put")[0])

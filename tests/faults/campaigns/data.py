@@ -2,19 +2,15 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, data_file, index_file
-from tests.end_to_end.launching import Launch, error_lines, flags, num_metrics
-from tests.faults.campaign import Outcome, Settings
-
-PROMISED_S = 60.0
-"""Seconds from a fault in mid-run to the end of the last process."""
+from tests.end_to_end.launching import Launch, flags, num_metrics
+from tests.faults.campaign import Outcome, Settings, ending
 
 _ITERATIONS = 4000
 _DOCUMENTS = 300
@@ -91,26 +87,13 @@ def _ended(fault: Fault, folder: Path) -> Outcome:
     run = _training(folder, prefix, _ITERATIONS)
     run.wait_for(lambda: _iterations(folder) > 5)
     fault.make(prefix)
-    began = time.monotonic()
-    code = run.wait()
-    took = time.monotonic() - began
-    broken = [] if code not in (0, None) else ["exit code 0"]
-    if run.survivors():
-        broken.append(f"left {len(run.survivors())} processes")
-    lines = error_lines(run.output())
-    if not all(line.startswith("error: rank ") for line in lines):
-        broken.append("a line names no rank")
-    outcome = _judged(fault, prefix, lines, broken)
-    return Outcome(**vars(outcome) | {"longest_s": took, "promised_s": PROMISED_S})
-
-
-def _judged(fault: Fault, prefix: Path, lines: list[str], broken: list[str]) -> Outcome:
-    message = lines[0] if lines else ""
-    if fault.message.replace("PREFIX", str(prefix)) not in message:
-        broken.append(f"it printed {message!r}")
-    if not lines:
-        broken.append("no line")
-    return Outcome(fault=fault.name, tried=1, message=message.replace(f"{prefix.parent}/", ""), broken=tuple(broken))
+    end = ending(run)
+    message = fault.message.replace("PREFIX", str(prefix))
+    broken = [f"it does not say {message!r}"] * (not any(message in line for line in end.lines))
+    broken += ["a line names no rank"] * (not all(line.startswith("error: rank ") for line in end.lines))
+    # Ranks that read the same bytes report them each.
+    outcome = end.outcome(fault.name, code=None, lines=end.lines[:1], broken=broken)
+    return replace(outcome, message=outcome.message.replace(f"{prefix.parent}/", ""))
 
 
 def _read_though_removed(folder: Path) -> Outcome:

@@ -3,22 +3,20 @@
 import os
 import resource
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from tests.end_to_end.corpus import write_corpus
-from tests.end_to_end.launching import PRETRAIN, Launch, error_lines, flags
-from tests.faults.campaign import Outcome, Settings, until
+from tests.end_to_end.launching import PRETRAIN, Launch, flags
+from tests.faults.campaign import ENDS_S, Outcome, Settings, ending, until
 from tests.faults.campaigns.damage import SAVES
 
 ONE_CHECKPOINT = 1_100_000
 """Bytes of a checkpoint of the run, about; it has 0.85 MB of tensors."""
-ENDS_S = 60.0
-"""Promised from the fault to the end of the run."""
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
@@ -38,48 +36,38 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
     }.items():
         folder = settings.folder / name.replace(" ", "-").replace(",", "")
         folder.mkdir()
-        yield _outcome(name, *tried(folder, data))
+        yield replace(tried(folder, data), fault=name)
 
 
-def _outcome(name: str, seconds: float | None, message: str, broken: list[str]) -> Outcome:
-    return Outcome(fault=name, tried=1, longest_s=seconds, promised_s=ENDS_S, message=message, broken=tuple(broken))
-
-
-Result = tuple[float | None, str, list[str]]
-
-
-def _no_room_at_the_start(folder: Path, data: Path) -> Result:
+def _no_room_at_the_start(folder: Path, data: Path) -> Outcome:
     with _disk(folder, ONE_CHECKPOINT // 2):
-        _, message, broken = _ends(
-            Launch(folder, flags(data, *SAVES)), time.monotonic(), folder, None, "has no room in"
-        )
-        return None, message, broken
+        return replace(_ends(Launch(folder, flags(data, *SAVES)), folder, None, "has no room in"), longest_s=None)
 
 
-def _full_at_the_second(folder: Path, data: Path) -> Result:
+def _full_at_the_second(folder: Path, data: Path) -> Outcome:
     with _disk(folder, ONE_CHECKPOINT * 3 // 2) as disk:
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 4))
         run.wait_for(lambda: (disk / "latest").exists())
-        seconds, message, broken = _ends(run, time.monotonic(), folder, "global_step2", "has no room in")
+        outcome = _ends(run, folder, "global_step2", "has no room in")
         # Room is made; the run goes on from where it was.
         _mount(disk, f"remount,size={4 * ONE_CHECKPOINT}")
         again = Launch(folder, flags(data, *SAVES, "--train-iters", 4, "--load", "checkpoints"))
         if again.wait() != 0 or (disk / "latest").read_text() != "global_step4":
-            broken.append("it did not continue after room was made")
-        return seconds, message, broken
+            return replace(outcome, broken=(*outcome.broken, "it did not continue after room was made"))
+        return outcome
 
 
-def _full_in_a_file(folder: Path, data: Path) -> Result:
+def _full_in_a_file(folder: Path, data: Path) -> Outcome:
     """Beyond the check of room: a rank may write only a part of a file, as where others fill the disk."""
     with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 1000))
         run.wait_for(lambda: (disk / "latest").exists())
         for process in _ranks(run)[-1:]:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
-        return _ends(run, time.monotonic(), folder, None, "was not saved (")
+        return _ends(run, folder, None, "was not saved (")
 
 
-def _full_under_the_logs(folder: Path, data: Path) -> Result:
+def _full_under_the_logs(folder: Path, data: Path) -> Outcome:
     with _disk(folder, 40_000) as disk:
         outputs = {name: disk / name for name in ("--metrics-file", "--tensorboard-dir", "--timeline")}
         words = [word for pair in outputs.items() for word in pair]
@@ -93,18 +81,19 @@ def _full_under_the_logs(folder: Path, data: Path) -> Result:
                 broken.append(f"{output}: not one warning")
         if "Traceback" in text or not (disk / "--metrics-file").read_text().endswith("}\n"):
             broken.append("a traceback or an incomplete line")
-        return None, lines[0].strip().replace(str(folder), "") if lines else "", broken
+        message = lines[0].strip().replace(str(folder), "") if lines else ""
+        return Outcome(fault="", tried=1, message=message, broken=tuple(broken))
 
 
-def _read_only(folder: Path, data: Path, *more: str) -> Result:
+def _read_only(folder: Path, data: Path, *more: str) -> Outcome:
     with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 1000, "--keep-last-n-checkpoints", 2, *more))
         run.wait_for(lambda: (disk / "latest").exists())
         _until_read_only(disk)
-        return _ends(run, time.monotonic(), folder, None, "")
+        return _ends(run, folder, None, "")
 
 
-def _read_only_for_a_while(folder: Path, data: Path) -> Result:
+def _read_only_for_a_while(folder: Path, data: Path) -> Outcome:
     with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
         keep = ("--keep-last-n-checkpoints", 2, "--train-on-if-save-fails")
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 200, *keep))
@@ -116,28 +105,21 @@ def _read_only_for_a_while(folder: Path, data: Path) -> Result:
         broken = [] if code == 0 else [f"exit code {code}"]
         if (disk / "latest").read_text() != "global_step200":
             broken.append("the last checkpoint was not saved")
-        return None, lines[0].strip(), broken
+        return Outcome(fault="", tried=1, message=lines[0].strip(), broken=tuple(broken))
 
 
-def _ends(run: Launch, since: float, folder: Path, latest: str | None, words: str) -> Result:
+def _ends(run: Launch, folder: Path, latest: str | None, words: str) -> Outcome:
     """Wait for the end, and check that one line has the reason and that checkpoints are whole."""
-    code = run.wait()
-    seconds, lines = time.monotonic() - since, error_lines(run.output())
-    broken = [] if code == 2 else [f"exit code {code}"]
-    if len(lines) != 1 or words not in lines[0]:
-        broken.append(f"{len(lines)} lines: {lines[:2]}")
-    if "Traceback" in run.output():
-        broken.append("a traceback")
-    disk = folder / "checkpoints"
-    if left := sorted(path.name for path in disk.glob("*.partial")):
-        if os.access(disk, os.W_OK) and not _is_read_only(disk):
-            broken.append(f"{left[0]} was left")
+    end, disk, broken = ending(run), folder / "checkpoints", []
+    if words not in (end.lines or [""])[0]:
+        broken.append(f"it does not say {words!r}")
+    if (left := sorted(path.name for path in disk.glob("*.partial"))) and not os.statvfs(disk).f_flag & os.ST_RDONLY:
+        broken.append(f"{left[0]} was left")
     if (disk / "latest").exists():
         tag = (disk / "latest").read_text()
-        if latest is not None and tag != latest:
-            broken.append(f"latest is {tag}")
-        broken += _faults_of(disk / tag)
-    return seconds, (lines[0].removeprefix("error: ") if lines else "nothing").replace(str(folder), ""), broken
+        broken += [f"latest is {tag}"] * (latest not in (None, tag)) + _faults_of(disk / tag)
+    outcome = end.outcome("", code=2, lines=end.lines, broken=broken)
+    return replace(outcome, message=outcome.message.replace(str(folder), ""))
 
 
 def _faults_of(directory: Path) -> list[str]:
@@ -178,7 +160,3 @@ def _until_read_only(disk: Path) -> None:
     """A disk with a file that is being written cannot be made read-only: try until none is."""
     words = ["mount", "-o", "remount,ro", disk]
     assert until(lambda: subprocess.run(words, check=False, capture_output=True).returncode == 0, ENDS_S)
-
-
-def _is_read_only(disk: Path) -> bool:
-    return bool(os.statvfs(disk).f_flag & os.ST_RDONLY)

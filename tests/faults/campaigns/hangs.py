@@ -23,13 +23,12 @@ from tests.end_to_end.launching import (
     PRETRAIN,
     Launch,
     environment,
-    error_lines,
     flags,
     launch,
     num_metrics,
     read_metrics,
 )
-from tests.faults.campaign import Outcome, Settings, until
+from tests.faults.campaign import Outcome, Settings, ending, until
 from tests.faults.stop_at import PLACES, RUN_AT_START, STOPPED
 
 TIMEOUT_MINUTES = 0.25
@@ -99,30 +98,12 @@ class _Stop:
             if run.running:
                 run.kill()
             return Outcome(fault=fault, tried=0, broken=("it was not stopped",), message=run.output().splitlines()[-1])
-        stopped = time.monotonic()
-        code = run.wait()
-        until(lambda: not run.survivors(), PROMISED_S)
-        longest_s, left = time.monotonic() - stopped, run.survivors()
-        if left:
-            run.kill()
-        message = [line for line in error_lines(run.output()) if "the run has stalled" in line]
-        broken = [f"{len(left)} processes left"] * bool(left)
-        broken += [f"exit code {code}"] * (code != STALLED)
-        broken += ["not named"] * (
-            not message or not re.search(rf"rank {self.rank} (\(host \S+\) )?blocks the run", message[0])
-        )
-        broken += ["a traceback"] * ("Traceback" in run.output())
+        end = ending(run)
+        lines = [line for line in end.lines if "the run has stalled" in line]
+        named = re.search(rf"rank {self.rank} (\(host \S+\) )?blocks the run", "".join(lines))
         ledger = self.folder / "save" / "stalled_pipeline" / f"rank_{1 - self.rank:05d}.json"
-        broken += ["no ledger"] * (not ledger.exists())
-        broken += self._resumed(expected)
-        return Outcome(
-            fault=fault,
-            tried=1,
-            longest_s=longest_s,
-            promised_s=PROMISED_S,
-            message=message[0] if message else "",
-            broken=tuple(broken),
-        )
+        broken = ["not named"] * (not named) + ["no ledger"] * (not ledger.exists()) + self._resumed(expected)
+        return end.outcome(fault, code=STALLED, lines=lines[:1], broken=broken, promised_s=PROMISED_S)
 
     def _resumed(self, expected: list[float]) -> list[str]:
         """Start the run again, and return differences from an undisturbed run."""

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import Launch, flags, terapipe
-from tests.faults.campaign import Outcome, Settings
+from tests.faults.campaign import Outcome, Settings, ending
 
-ENDS_S = 60.0
 TERMINATED = r"error: rank \d .* received SIGTERM, directly or from its launcher: resume with --load save, from global_"
 SIGNALS: list[tuple[str, signal.Signals, tuple[str, ...], int, str]] = [
     ("rank 1", signal.SIGTERM, (), 143, TERMINATED.replace(r"\d", "1")),
@@ -35,25 +34,13 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
             yield _second_run(Launch(folder, words, launcher=terapipe()))
         since = time.monotonic()
         os.kill(run.processes()[victim], sent)
-        found = run.wait()
-        left, seconds = run.wait_for_all(ENDS_S), time.monotonic() - since
-        lines = [line for line in run.output().splitlines() if re.match(pattern, line)]
-        others = [line for line in run.output().splitlines() if re.match("error:|Traceback", line)]
-        broken = [f"exit code {found}"] * (found != code) + [f"{len(left)} processes left"] * bool(left)
-        broken += [f"{len(lines)} lines of it"] * (len(lines) != 1)
-        broken += [f"also: {line}" for line in others if line not in lines]
-        yield Outcome(
-            fault=" ".join((sent.name, "to", victim, *more)),
-            tried=1,
-            longest_s=seconds,
-            promised_s=ENDS_S,
-            message=lines[0].strip() if lines else "",
-            broken=tuple(broken),
-        )
+        end = ending(run, since)
+        lines = [line for line in end.output.splitlines() if re.match(pattern, line)]
+        others = [f"also: {line}" for line in end.lines if line not in lines]
+        yield end.outcome(" ".join((sent.name, "to", victim, *more)), code=code, lines=lines, broken=others)
 
 
 def _second_run(run: Launch) -> Outcome:
-    code = run.wait()
-    lines = [line for line in run.output().splitlines() if line.startswith("error: --save save is in use by another")]
-    broken = [f"exit code {code}"] * (code != 2) + [f"{len(lines)} lines"] * (len(lines) != 1)
-    return Outcome(fault="a second run with one --save", tried=1, message="".join(lines), broken=tuple(broken))
+    end = ending(run)
+    lines = [line for line in end.lines if line.startswith("error: --save save is in use by another")]
+    return end.outcome("a second run with one --save", code=2, lines=lines)
