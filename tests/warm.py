@@ -17,7 +17,6 @@ import multiprocessing.process
 import multiprocessing.util
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -26,7 +25,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
@@ -142,7 +141,7 @@ def _keep(connection: socket.socket, paths: list[str]) -> None:
         os.close(file)
     connection.sendall(f"{pid:16}".encode())
     end = os.pidfd_open(pid)
-    if end not in select.select([connection, end], [], [])[0]:
+    if end not in wait([connection, end]):
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
@@ -223,7 +222,7 @@ def _run(name: str, words: list[str]) -> None:
 
 
 def _launch(words: list[str]) -> int:
-    """Start ranks on this host, and return the first code that is not 0; the others are then ended."""
+    """Run ranks on this host, and return the first code that is not 0; the other ranks are then ended."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     parser.add_argument("--num_accelerators", "--num_gpus", type=int, default=2)
     parser.add_argument("--master_port", type=int, default=0)
@@ -231,27 +230,32 @@ def _launch(words: list[str]) -> int:
     parser.add_argument("--no_local_rank", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
-    port = options.master_port or free_port()
-    sizes = {"WORLD_SIZE": options.num_accelerators, "LOCAL_SIZE": options.num_accelerators, "MASTER_PORT": port}
-    ranks = {}
-    for rank in range(options.num_accelerators):
-        place = sizes | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-        program, *flags = ["-m"] * options.module + options.program
-        program_words = [program, *flags[: options.module], *[f"--local_rank={rank}"] * (not options.no_local_rank)]
+    words, at = ["-m"] * options.module + options.program, 1 + options.module
+    size, port = options.num_accelerators, options.master_port or free_port()
+    place = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks: set[int] = set()
+    for rank in range(size):
+        local = [f"--local_rank={rank}"] * (not options.no_local_rank)
+        variables = place | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.add(_forked(partial(_rank, variables, [*words[:at], *local, *words[at:]])))
 
-        def one_rank(place=place, words=[*program_words, *flags[options.module :]]) -> None:  # noqa: B006
-            os.environ.update({name: str(value) for name, value in place.items()})
-            _run("python", words)
+    def end_ranks(number: int, _: object = None) -> None:
+        for rank in ranks:
+            os.kill(rank, number)
 
-        ranks[_forked(one_rank)] = rank
     for number in PASSED_ON:
-        signal.signal(number, lambda number, _: [os.kill(pid, number) for pid in ranks])
+        signal.signal(number, end_ranks)
     first = 0
     while ranks:
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        if ranks.pop(pid, None) is not None and code and not first:
+        ranks.discard(pid)
+        if code and not first:
             first = code
-            for other in ranks:
-                os.kill(other, signal.SIGTERM)
+            end_ranks(signal.SIGTERM)
     return first
+
+
+def _rank(variables: dict[str, object], words: list[str]) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    _run("python", words)
