@@ -62,6 +62,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run what starts ranks on one worker of three."""
+    from tests.lanes import Lanes
+
+    return Lanes(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the seconds of each folder beside its budget, where several workers ran tests."""
+    if getattr(config.option, "numprocesses", None):
+        from tests.lanes import beside_budget, seconds_by_folder
+
+        reports = [each for kind in terminalreporter.stats.values() for each in kind if hasattr(each, "duration")]
+        terminalreporter.section("seconds of workers by folder")
+        for line in beside_budget(seconds_by_folder(reports)):
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture
 def all_setups(request: pytest.FixtureRequest) -> bool:
     """Whether to run everything, however long it takes."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests import distributed
 from tests.distributed import run_distributed
 from tests.end_to_end import launching
+from tests.lanes import BUDGET_S, ROOT, beside_budget, seconds_by_folder, starts_ranks
 from tests.marks import marks_of
 from tests.pairs import covering_pairs, pairs_of
 
@@ -79,3 +80,21 @@ def test_no_pair_is_lost_and_no_setup_is_superfluous(table: list[dict[str, int]]
 def test_few_of_a_full_product_are_enough() -> None:
     table = [dict(zip("abcdefgh", values, strict=True)) for values in product((0, 1), repeat=8)]
     assert len(covering_pairs(table)) <= 8
+
+
+def test_a_lane_has_the_files_that_start_ranks() -> None:
+    assert starts_ranks("tests/model/test_on_ranks.py")
+    assert not starts_ranks("tests/model/test_norm.py")
+
+
+def test_a_folder_above_its_budget_is_named() -> None:
+    assert all((ROOT / "tests" / folder).is_dir() for folder in BUDGET_S)
+    reports = [
+        SimpleNamespace(nodeid=f"tests/{name}::test", duration=duration)
+        for name, duration in (("plan/test_a.py", 999.0), ("plan/solve/test_b.py", 0.4), ("test_c.py", 2.0))
+    ]
+    seconds = seconds_by_folder(reports)
+    assert seconds == {"plan": 999.4, "": 2.0}
+    of_plan, of_files = beside_budget(seconds)[1:-1]
+    assert of_plan.split() == ["999", str(BUDGET_S["plan"]), "tests/plan", "OVER", "ITS", "BUDGET"]
+    assert of_files.split() == ["2", "tests/"]

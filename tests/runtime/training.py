@@ -188,10 +188,6 @@ def gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
     return loss, {name: (before[name].astype(np.float64) - after[name]) / LONG_STEP for name in before}
 
 
-def gradients_of_all(setups: list[Setup]) -> list[tuple[float, dict[str, np.ndarray]]]:
-    return [gradients(setup) for setup in setups]
-
-
 def losses(engine: TokenSlicePipelineEngine, setup: Setup, steps: int, *, first: int = 0) -> list[float]:
     """Train on the setup's batches."""
     return [engine.train_batch(feed(engine, setup, step=first + step)).item() for step in range(steps)]

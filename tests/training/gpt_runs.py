@@ -1,6 +1,8 @@
 """Functions for ranks of tests: a prepared run of a small GPT, and the gradients of one step of its engine."""
 
+import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +11,6 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.data.loader import MicroBatch
@@ -69,6 +70,8 @@ FAMILIES = {
     ),
 }
 """Flags of well-known families of models, by name."""
+RANKS_OF_A_REPLICA = r"--(?:tensor-model|pipeline-model|context)-parallel-size (\d+)"
+"""Factors of the number of ranks that one replica takes, in flags."""
 LONG_STEP = 2.0**20
 """A learning rate beside which a weight is nothing: (before - after) / LONG_STEP is the gradient to the last digits."""
 
@@ -102,7 +105,7 @@ class Setup:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // parse_arguments(self.argv()).parallel.ranks_of_a_replica
+        return self.world_size // prod(int(size) for size in re.findall(RANKS_OF_A_REPLICA, self.flags))
 
     def argv(self) -> list[str]:
         return f"{FLAGS} {self.flags} {FAMILIES[self.family]}".split()
@@ -119,13 +122,10 @@ class RecordingSGD(torch.optim.SGD):
 
 def run_of(setup: Setup) -> Run:
     """The setup, prepared but for its data: tests feed micro-batches of their own."""
-    launch = LaunchEnvironment.read()
-    argv = setup.argv()
-    layout = parse_arguments(argv).parallel.layout(launch.world_size)
-    global_batch_size = 2 * setup.micro_batches * layout.data_parallel_size
-    config = parse_arguments([*argv, "--global-batch-size", str(global_batch_size)])
-    config = with_found_token_slices(config, layout.data_parallel_size)
-    return prepared_run(with_dispatcher(config, layout.data_parallel_size))
+    global_batch_size = 2 * setup.micro_batches * setup.data_parallel_size
+    config = parse_arguments([*setup.argv(), "--global-batch-size", str(global_batch_size)])
+    config = with_found_token_slices(config, setup.data_parallel_size)
+    return prepared_run(with_dispatcher(config, setup.data_parallel_size))
 
 
 def batches(setup: Setup, data_rank: int) -> list[MicroBatch]:
@@ -184,10 +184,6 @@ def gradients(setup: Setup) -> Step:
         norm,
         {_key(engine, name, each): seen[each].cpu().numpy() for name, each in engine.module.named_parameters()},
     )
-
-
-def gradients_of_all(setups: list[Setup]) -> list[Step]:
-    return [gradients(setup) for setup in setups]
 
 
 def _weights(engine: Any) -> dict[Key, np.ndarray]:

@@ -19,7 +19,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.instruments import Instruments, peak_tflops, peak_tflops_here, tflops_per_device
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_each
 from tests.training.equivalence.test_gpt_equivalence import expected_gradients
 from tests.training.gpt_runs import FLAGS, Setup, batches, run_of
 
@@ -50,16 +50,15 @@ def observed(setup: Setup, iterations: int = 1) -> tuple[list[int | None], list[
     return zeros, timers, notes
 
 
-def observed_of_all(setups: list[Setup]) -> list[int | None]:
-    return [observed(setup)[0][0] for setup in setups]
+def zeros_of(setup: Setup) -> int | None:
+    return observed(setup)[0][0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_zeros_of_the_gradient_are_those_of_plain_autograd(world_size: int) -> None:
     """Tokens of no sample have a gradient of zeros."""
     setups = [setup for setup in ZEROS if setup.world_size == world_size]
-    by_rank = run_distributed(observed_of_all, world_size, setups)
-    for setup, found in zip(setups, zip(*by_rank, strict=True), strict=True):
+    for setup, found in zip(setups, run_each(zeros_of, world_size, setups), strict=True):
         gradients = expected_gradients(setup)[1]
         expected = sum(int(np.count_nonzero(gradient == 0)) for gradient in gradients.values())
         assert expected > 32

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.distributed import run_distributed
-from tests.runtime.training import Setup, gradients_of_all
+from tests.distributed import run_each
+from tests.runtime.training import Setup, gradients
 
 CUT = (9, 1, 8, 6)
 SETUPS = [
@@ -30,9 +30,8 @@ WHOLE = Setup(micro_batches=3, tied=False)
 def _trained(world_size: int) -> dict[Setup, tuple[float, dict[str, np.ndarray]]]:
     """Per setup of a world size, the loss and the gradients of all stages together, those of tied copies by rank."""
     setups = [setup for setup in [*SETUPS, WHOLE] if setup.world_size == world_size]
-    by_rank = run_distributed(gradients_of_all, world_size, setups)
     merged = {}
-    for setup, ranks in zip(setups, zip(*by_rank, strict=True), strict=True):
+    for setup, ranks in zip(setups, run_each(gradients, world_size, setups), strict=True):
         (loss,) = {loss for loss, _ in ranks}
         merged[setup] = (
             loss,

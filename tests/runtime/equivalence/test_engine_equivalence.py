@@ -6,7 +6,6 @@ one world size share a launch. An error is the norm of a tensor's difference ove
 
 import random
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -14,11 +13,11 @@ import pytest
 
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.schedules import SCHEDULES, gpipe
-from tests.distributed import run_distributed
+from tests.distributed import results_by_setup
 from tests.pairs import covering_pairs
 from tests.runtime.models import SEQ
 from tests.runtime.reference import reference_gradients, relative_error
-from tests.runtime.training import Setup, gradients_of_all
+from tests.runtime.training import Setup, gradients
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 3e-2}
 """Of every gradient. bf16 has 8 bits, so each product is off by up to 2^-9 = 2e-3, and some ten of them add up."""
@@ -134,7 +133,7 @@ SETUPS = [
 ]
 
 
-Trained = Callable[[Setup], list[tuple[float, dict[str, np.ndarray]]]]
+Trained = Callable[[Setup], tuple[tuple[float, dict[str, np.ndarray]], ...]]
 
 
 def axes(setup: Setup) -> dict[str, object]:
@@ -158,14 +157,7 @@ def axes(setup: Setup) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def trained(setups: list[Setup]) -> Trained:
     """Results of each rank with a setup."""
-
-    @cache
-    def by_setup(world_size: int) -> dict[Setup, list[tuple[float, dict[str, np.ndarray]]]]:
-        launched = [setup for setup in setups if setup.world_size == world_size]
-        by_rank = run_distributed(gradients_of_all, world_size, launched)
-        return dict(zip(launched, zip(*by_rank, strict=True), strict=True))
-
-    return lambda setup: by_setup(setup.world_size)[setup]
+    return results_by_setup(gradients, setups)
 
 
 @pytest.mark.setups(SETUPS, axes)

@@ -5,6 +5,7 @@ from dataclasses import fields
 from functools import cache
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks import kernel_counts
 from benchmarks.kernel_counts import LLAMA, SIZES, Both, kernels
@@ -85,7 +86,7 @@ def step_bytes(stages: Sequence[int]) -> list[float]:
     """Bytes that the step of a bf16 model moves for each parameter of the rank, by ZeRO stage."""
     found = []
     for stage in stages:
-        setup = Setup(flags=f"--bf16 --zero-stage {stage}", micro_batches=1)
+        setup = Setup(dist.get_world_size(), f"--bf16 --zero-stage {stage}", micro_batches=1)
         engine = trainer_engine.build_engine(run_of(setup))
         take_step, counter = engine._take_model_step, KernelCounter()
 

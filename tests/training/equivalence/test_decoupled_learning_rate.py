@@ -5,7 +5,7 @@ import pytest
 
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.optimizer import set_step_sizes
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.training.equivalence.test_gpt_equivalence import expected_gradients
 from tests.training.gpt_runs import Key, Setup, _key, batches, run_of
 
@@ -16,10 +16,6 @@ SETUPS = [
     Setup(2, f"{FLAGS} --zero-stage 1 --untie-embeddings-and-output-weights"),
     Setup(2, f"{FLAGS} --tensor-model-parallel-size 2"),
 ]
-
-
-def moved_of_all(setups: list[Setup]) -> list[dict[Key, np.ndarray]]:
-    return [moved(setup) for setup in setups]
 
 
 def moved(setup: Setup) -> dict[Key, np.ndarray]:
@@ -34,7 +30,7 @@ def moved(setup: Setup) -> dict[Key, np.ndarray]:
 
 
 def test_the_words_on_both_ends_move_by_their_own_rate() -> None:
-    for setup, ranks in zip(SETUPS, zip(*run_distributed(moved_of_all, 2, SETUPS), strict=True), strict=True):
+    for setup, ranks in zip(SETUPS, run_each(moved, 2, SETUPS), strict=True):
         expected = expected_gradients(setup)[1]
         untied = "--untie" in setup.flags
         ends = {"layers.0.weight"} | ({next(name for name in expected if "linear.weight" in name)} if untied else set())

@@ -4,7 +4,6 @@ The reference is plain autograd in fp64 over whole micro-batches on one process,
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.balance import Balance
 from megatron_terapipe.training import build_engine as trainer_engine
-from tests.distributed import run_distributed
+from tests.distributed import results_by_setup
 from tests.training.equivalence.test_gpt_equivalence import (
     DROPOUT,
     EVEN,
@@ -175,20 +174,13 @@ def step_of(setup: Setup) -> tuple[Step, np.ndarray, np.ndarray]:
     return step, tally.counts.numpy(), tally.values.numpy()
 
 
-def steps_of_all(setups: list[Setup]) -> list[tuple[Step, np.ndarray, np.ndarray]]:
-    return [step_of(setup) for setup in setups]
-
-
-@cache
-def _trained(world_size: int) -> dict[Setup, Any]:
-    setups = [setup for setup in SETUPS if setup.world_size == world_size]
-    return dict(zip(setups, zip(*run_distributed(steps_of_all, world_size, setups), strict=True), strict=True))
+trained = results_by_setup(step_of, SETUPS)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_losses_and_counts_equal_plain_autograd(setup: Setup) -> None:
     wanted, counts, values = expected(setup)
-    for (_, _, by_name), found_counts, found_values in _trained(setup.world_size)[setup]:
+    for (_, _, by_name), found_counts, found_values in trained(setup):
         assert found_counts.tolist() == counts.tolist()
         np.testing.assert_allclose(found_values, values, rtol=1e-12)
         for (name, share, cut), gradient in by_name.items():

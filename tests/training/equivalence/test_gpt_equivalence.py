@@ -7,7 +7,6 @@ on one process, whose attention is torch's. An error is the norm of a tensor's d
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.state.counts import Counts
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.inference import WholeModel
-from tests.distributed import run_distributed
+from tests.distributed import results_by_setup
 from tests.runtime.attention.masks import attention_keep_mask, keep_mask
-from tests.training.gpt_runs import SEQ, VOCAB, Setup, Step, batches, gradients_of_all
+from tests.training.gpt_runs import SEQ, VOCAB, Setup, Step, batches, gradients
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 3e-2}
 """Of every gradient. bf16 has 8 bits, so each product is off by up to 2^-9 = 2e-3, and some ten of them add up."""
@@ -348,25 +347,21 @@ def axes(setup: Setup) -> dict[str, object]:
     }
 
 
+Trained = Callable[[Setup], tuple[Step, ...]]
+
+
 OTHERWISE_COUNTED = {"--num-token-slices", "--context-parallel-size", "--num-attention-heads"}
 FLAGS = sorted(set(re.findall(r"--[a-z-]+", " ".join(setup.flags for setup in SETUPS))) - OTHERWISE_COUNTED)
 
 
 @pytest.fixture(scope="module")
-def trained(setups: list[Setup]) -> Callable[[Setup], list[Step]]:
-    """Results of all ranks of a setup. One launch serves all setups of a world size."""
-
-    @cache
-    def by_setup(world_size: int) -> dict[Setup, list[Step]]:
-        launched = [setup for setup in setups if setup.world_size == world_size]
-        by_rank = run_distributed(gradients_of_all, world_size, launched)
-        return dict(zip(launched, zip(*by_rank, strict=True), strict=True))
-
-    return lambda setup: by_setup(setup.world_size)[setup]
+def trained(setups: list[Setup]) -> Trained:
+    """Results of all ranks of a setup."""
+    return results_by_setup(gradients, setups)
 
 
 @pytest.mark.setups(SETUPS, axes)
-def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup, trained: Callable[[Setup], list[Step]]) -> None:
+def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup, trained: Trained) -> None:
     expected_loss, expected = expected_gradients(setup)
     seen = set()
     expected_norm = np.sqrt(sum(np.square(gradient).sum() for gradient in expected.values()))
@@ -407,9 +402,7 @@ def test_micro_batches_of_the_ladder_are_cut_differently_by_their_documents() ->
     [(SETUPS[7], [2, 2]), (SETUPS[11], [1, 3]), (SETUPS[17], [1, 1, 1, 1]), (SETUPS[23], [0, 2, 2, 0])],
     ids=["uniform", "given", "four_stages", "ends_alone"],
 )
-def test_each_stage_holds_the_layers_it_was_dealt(
-    setup: Setup, blocks: list[int], trained: Callable[[Setup], list[Step]]
-) -> None:
+def test_each_stage_holds_the_layers_it_was_dealt(setup: Setup, blocks: list[int], trained: Trained) -> None:
     """Layers 0 and 1 are the embeddings, the blocks follow, then the final norm, and the tied embedding again."""
     ends = [2 + sum(blocks[: stage + 1]) for stage in range(len(blocks))]
     starts = [0, *ends[:-1]]

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from megatron_terapipe.training import build_engine as trainer_engine
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.training.equivalence.test_gpt_equivalence import BF16, FULL, PP2, UNEVEN, ZERO
 from tests.training.gpt_runs import Setup, batches, run_of
 
@@ -19,24 +19,21 @@ SETUPS = [
 ]
 
 
-def trained(setups: list[Setup]) -> list[tuple[Any, Any, Any]]:
-    """Losses and weights of each setup without overlap and with, and the numbers of pieces that were waited for."""
-    found = []
-    for setup in setups:
-        waits: list[int] = []
-        wait = ParameterGathers._wait
+def trained(setup: Setup) -> tuple[Any, Any, list[int]]:
+    """Losses and weights of a setup without overlap and with, and the numbers of pieces that were waited for."""
+    waits: list[int] = []
+    wait = ParameterGathers._wait
 
-        def counting(self: ParameterGathers, parameters: Any, waits: list[int] = waits, wait: Any = wait) -> None:
-            before = len(self._pieces)
-            wait(self, parameters)
-            waits.append(before - len(self._pieces))
+    def counting(self: ParameterGathers, parameters: Any) -> None:
+        before = len(self._pieces)
+        wait(self, parameters)
+        waits.append(before - len(self._pieces))
 
-        # Pieces that end inside of weights.
-        with patch.object(ParameterGathers, "_wait", counting):
-            flags = f"{setup.flags} --overlap-param-gather --zero-allgather-bucket-size 5000"
-            with_overlap = _steps(Setup(setup.world_size, flags))
-        found.append((_steps(setup), with_overlap, waits))
-    return found
+    # Pieces that end inside of weights.
+    with patch.object(ParameterGathers, "_wait", counting):
+        flags = f"{setup.flags} --overlap-param-gather --zero-allgather-bucket-size 5000"
+        with_overlap = _steps(Setup(setup.world_size, flags))
+    return _steps(setup), with_overlap, waits
 
 
 def _steps(setup: Setup) -> tuple[list[float], dict[str, list[float]]]:
@@ -53,12 +50,12 @@ def _steps(setup: Setup) -> tuple[list[float], dict[str, list[float]]]:
 
 @cache
 def _found() -> Any:
-    return run_distributed(trained, 4, SETUPS)
+    return run_each(trained, 4, SETUPS)
 
 
 @pytest.mark.parametrize("number", range(len(SETUPS)), ids=[str(setup) for setup in SETUPS])
 def test_no_bit_is_another_with_overlap(number: int) -> None:
-    for without, with_overlap, waits in (results[number] for results in _found()):
+    for without, with_overlap, waits in _found()[number]:
         assert with_overlap == without
         # Some pieces are waited for by the layers that need them, not all by the first.
         assert sum(count > 0 for count in waits) > 4

@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_ext.runtime.gradients import reductions
 from deepspeed_ext.runtime.gradients.reductions import GradientReductions
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.training.equivalence.test_gpt_equivalence import (
     BF16,
     DROPOUT,
@@ -41,12 +41,9 @@ SETUPS = [
 ]
 
 
-def steps(setups: list[tuple[Setup, int]]) -> list[tuple[Step, Step, int]]:
-    """Of each setup the step without overlap and with it, and how many parameters were reduced from inside an op."""
-    return [_both(setup, alone_bytes) for setup, alone_bytes in setups]
-
-
-def _both(setup: Setup, alone_bytes: int) -> tuple[Step, Step, int]:
+def steps(given: tuple[Setup, int]) -> tuple[Step, Step, int]:
+    """The step of a setup without overlap and with it, and how many parameters were reduced from inside an op."""
+    setup, alone_bytes = given
     early: list[int] = []
     reduce = GradientReductions._reduce
 
@@ -67,13 +64,13 @@ def _both(setup: Setup, alone_bytes: int) -> tuple[Step, Step, int]:
 
 
 @cache
-def _trained() -> list[list[tuple[Step, Step, int]]]:
-    return run_distributed(steps, 4, SETUPS)
+def _trained() -> list[tuple[tuple[Step, Step, int], ...]]:
+    return run_each(steps, 4, SETUPS)
 
 
 @pytest.mark.parametrize("number", range(len(SETUPS)), ids=[str(setup) for setup, _ in SETUPS])
 def test_no_bit_is_another_with_overlap(number: int) -> None:
-    by_rank = [results[number] for results in _trained()]
+    by_rank = _trained()[number]
     for (loss, norm, wanted), (found_loss, found_norm, found), _ in by_rank:
         assert (found_loss, found_norm) == (loss, norm)
         assert [name for name in wanted if wanted[name].tobytes() != found[name].tobytes()] == []

@@ -16,7 +16,7 @@ from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.trainer import evaluate
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.training.equivalence.test_gpt_equivalence import WholePast
 from tests.training.gpt_runs import SEQ, VOCAB, Setup, run_of
 
@@ -70,12 +70,8 @@ SETUPS = [
 ]
 
 
-def evaluated_all(setups: list[Setup]) -> list[float]:
-    return [evaluated(setup) for setup in setups]
-
-
 def test_an_evaluation_is_the_mean_over_all_its_tokens() -> None:
     means = [expected(setup, per_token="per-token" in setup.flags) for setup in SETUPS]
     assert means[0] != pytest.approx(means[1], rel=1e-4), "the data distinguishes the two means"
-    for found in run_distributed(evaluated_all, 2, SETUPS):
-        assert found == pytest.approx(means, rel=1e-6)
+    for mean, found in zip(means, run_each(evaluated, 2, SETUPS), strict=True):
+        assert found == (pytest.approx(mean, rel=1e-6),) * 2

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.training.build_engine import build_engine
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.training.gpt_runs import Setup, batches, run_of
 
 PIPELINE = "--pipeline-model-parallel-size 2 --num-token-slices 2"
@@ -36,14 +36,10 @@ def forwards(flags: str) -> Counter[int]:
     return ran
 
 
-def forwards_of_all() -> list[Counter[int]]:
-    return [forwards(flags) for flags in EXPECTED]
-
-
 @pytest.fixture(scope="module")
 def by_flags() -> dict[str, Counter[int]]:
-    first, second = run_distributed(forwards_of_all, 2)
-    return {flags: ran + other for flags, ran, other in zip(EXPECTED, first, second, strict=True)}
+    found = run_each(forwards, 2, list(EXPECTED))
+    return {flags: ran + other for flags, (ran, other) in zip(EXPECTED, found, strict=True)}
 
 
 @pytest.mark.parametrize("flags", EXPECTED)

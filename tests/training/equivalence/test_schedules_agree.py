@@ -4,13 +4,12 @@ Gradients add up in one order whatever the schedule: micro-batches first to last
 product that is deferred adds to its weight as it would have at once.
 """
 
-from functools import cache
 from unittest.mock import patch
 
 import pytest
 
 from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients
-from tests.distributed import run_distributed
+from tests.distributed import results_by_setup
 from tests.training.equivalence.test_gpt_equivalence import (
     BF16,
     DROPOUT,
@@ -46,12 +45,8 @@ PAIRS = [
 ]
 
 
-def gradients_of_all(setups: list[Setup]) -> list[tuple[Step, int]]:
-    """The step of each setup, and the number of deferred products."""
-    return [_counted(setup) for setup in setups]
-
-
 def _counted(setup: Setup) -> tuple[Step, int]:
+    """The step of a setup, and the number of deferred products."""
     num_deferred = 0
     add = WeightGradients.add
 
@@ -64,17 +59,13 @@ def _counted(setup: Setup) -> tuple[Step, int]:
         return gradients(setup), num_deferred
 
 
-@cache
-def _trained(world_size: int) -> dict[Setup, list[tuple[Step, int]]]:
-    """Results of all ranks by setup, for a world size. One launch serves them all."""
-    setups = list(dict.fromkeys(setup for pair in PAIRS for setup in pair if setup.world_size == world_size))
-    by_rank = run_distributed(gradients_of_all, world_size, setups)
-    return dict(zip(setups, zip(*by_rank, strict=True), strict=True))
+TRAINED = list(dict.fromkeys(setup for pair in PAIRS for setup in pair))
+trained = results_by_setup(_counted, TRAINED)
 
 
 @pytest.mark.parametrize(("plain", "other"), PAIRS, ids=str)
 def test_every_bit_is_that_of_1f1b(plain: Setup, other: Setup) -> None:
-    expected, found = (_trained(setup.world_size)[setup] for setup in (plain, other))
+    expected, found = (trained(setup) for setup in (plain, other))
     losses = {loss for (loss, _, _), _ in (*expected, *found)}
     assert len(losses) == 1
     # Layers of a rank's model chunks are spread otherwise, so ranks are taken together.
@@ -87,8 +78,8 @@ def test_every_bit_is_that_of_1f1b(plain: Setup, other: Setup) -> None:
 
 
 def test_only_schedules_with_weight_gradients_defer_them() -> None:
-    for setup, ranks in _trained(2).items():
-        products = [num_deferred for _, num_deferred in ranks]
+    for setup in (each for each in TRAINED if each.world_size == 2):
+        products = [num_deferred for _, num_deferred in trained(setup)]
         if ZERO_BUBBLE in setup.flags:
             # Four matrices of two layers, and the embedding, for every token slice; the output layer defers none.
             assert products == [9 * setup.micro_batches * 4, 8 * setup.micro_batches * 4]
