@@ -128,7 +128,7 @@ def write_checkpoints(cases: dict[Path, Case]) -> dict[Path, Expected]:
 
 
 def read_checkpoints(cases: dict[Path, Case]) -> dict[Path, Expected]:
-    """Load the checkpoint of each folder by megatron-core, for the layout of its case, and train on."""
+    """Load the weights of each folder by megatron-core, for the layout of its case, and train on."""
     return on_ranks(read, cases)
 
 
@@ -343,25 +343,16 @@ class Training:
             (folder / "latest_checkpointed_iteration.txt").write_text(str(self.iteration))
 
     def load(self, folder: Path) -> None:
-        """The whole state, by megatron-core's own readers; all names must be there."""
+        """The weights in format torch_dist, by megatron-core's own reader; all names must be there."""
         from megatron.core import dist_checkpointing
 
         iteration = (folder / "latest_checkpointed_iteration.txt").read_text()
         directory = folder / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
-        if self.case.file_format == "torch":
-            state = torch.load(self._own_file(directory), weights_only=False)
-        else:
-            assert dist_checkpointing.check_is_distributed_checkpoint(str(directory))
-            state = dist_checkpointing.load(self._state(loading=True), str(directory))
+        assert dist_checkpointing.check_is_distributed_checkpoint(str(directory))
+        state = dist_checkpointing.load(self._state(loading=True), str(directory))
         for name, model in zip(self._names(), self.models, strict=True):
             model.load_state_dict(state[name])
-        if not self.case.without_optimizer:
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.case.distributed_optimizer and self.case.file_format == "torch":
-                self.optimizer.load_parameter_state(str(self._own_file(directory).with_name("distrib_optim.pt")))
-            self.scheduler.load_state_dict(state["opt_param_scheduler"])
-        else:
-            self.optimizer.reload_model_params()
+        self.optimizer.reload_model_params()
 
     def _names(self) -> list[str]:
         """Of the model chunks of this rank, in a checkpoint."""
@@ -399,7 +390,7 @@ class Training:
                     state[name] = _named_by_transformer_engine(state[name])
         if not self.case.without_optimizer:
             state["optimizer"] = (
-                self.optimizer.sharded_state_dict(state, is_loading=loading, metadata=self._metadata())
+                self.optimizer.sharded_state_dict(state, is_loading=False, metadata=self._metadata())
                 if sharded
                 else self.optimizer.state_dict()
             )
@@ -418,12 +409,7 @@ def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
         **asdict(replace(model, num_query_groups=model.num_query_groups or 1)),
         **{"group_query_attention": model.num_query_groups is not None, "norm_epsilon": 1e-5, "rotary_base": 10000},
         **{"add_position_embedding": True, "apply_layernorm_1p": False, "squared_relu": False, "moe_router_topk": 2},
-        **{
-            "openai_gelu": False,
-            "multi_latent_attention": False,
-            "max_position_embeddings": SEQ,
-            "seq_length": SEQ,
-        },
+        **{"openai_gelu": False, "multi_latent_attention": False, "max_position_embeddings": SEQ, "seq_length": SEQ},
         **{"use_rotary_position_embeddings": False, "rotary_seq_len_interpolation_factor": None},
         **{"use_rope_scaling": False, "rope_scaling_factor": 8.0, "window_size": None, "hidden_dropout": 0.0},
         **{"attention_dropout": 0.0, "mtp_num_layers": None, "vocab_size": VOCAB, "tokenizer_type": "NullTokenizer"},
@@ -431,25 +417,13 @@ def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
         **{"tensor_model_parallel_size": case.tensor, "pipeline_model_parallel_size": case.pipeline},
         **{"virtual_pipeline_model_parallel_size": case.virtual, "context_parallel_size": 1},
         **{"expert_model_parallel_size": 1, "data_parallel_size": 1, "world_size": case.world_size, "rank": 0},
-        **{
-            "sequence_parallel": False,
-            "transformer_impl": "transformer_engine" if case.transformer_engine else "local",
-        },
+        **{"sequence_parallel": False},
+        **{"transformer_impl": "transformer_engine" if case.transformer_engine else "local"},
         **{"bf16": case.bf16, "fp16": False, "params_dtype": torch.bfloat16 if case.bf16 else torch.float32},
-        **{
-            "use_distributed_optimizer": case.distributed_optimizer is not None,
-            "optimizer": "adam",
-            "lr": 1e-2,
-            "min_lr": 1e-3,
-        },
-        **{
-            "weight_decay": 0.1,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.95,
-            "adam_eps": case.adam_eps,
-            "clip_grad": 1.0,
-            "seed": 1234,
-        },
+        **{"use_distributed_optimizer": case.distributed_optimizer is not None, "optimizer": "adam", "lr": 1e-2},
+        **{"min_lr": 1e-3},
+        **{"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": case.adam_eps, "clip_grad": 1.0},
+        **{"seed": 1234},
         **{"lr_decay_style": "cosine", "lr_warmup_iters": 2, "lr_decay_iters": 10, "train_iters": 10},
         **{"micro_batch_size": MICRO, "global_batch_size": ROWS, "iteration": iteration, "skipped_train_samples": 0},
         **{"consumed_train_samples": iteration * ROWS, "consumed_valid_samples": 0, "ckpt_format": case.file_format},
@@ -470,12 +444,8 @@ def _config(case: Case) -> Any:
         gated_linear_unit=model.swiglu,
         **({} if model.num_experts is None else _experts(model)),
         activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
-        **{
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "bias_activation_fusion": model.bias_gelu_fusion,
-            "apply_rope_fusion": False,
-        },
+        **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "bias_activation_fusion": model.bias_gelu_fusion},
+        **{"apply_rope_fusion": False},
         **{"masked_softmax_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False},
         **{"use_cpu_initialization": True, "bf16": case.bf16, "params_dtype": dtype, "pipeline_dtype": dtype},
         tensor_model_parallel_size=case.tensor,
