@@ -57,19 +57,14 @@ def test_a_start_that_was_killed_before_its_first_iteration_repeats_none(tmp_pat
     assert "iteration 1, 100 s after the previous end" in report.incidents[0].text
 
 
-def test_a_file_without_starts_is_divided_where_iterations_decrease(tmp_path: Path) -> None:
-    lines = [*lines_of(range(1, 8)), *lines_of(range(5, 10))]
-    (run,) = read_runs([str(write_lines(tmp_path / "old.jsonl", lines))])
-    assert [piece.first for piece in run.pieces] == [1, 5]
-    assert [each.iteration for each in run.iterations] == list(range(1, 10))
-
-
-def test_files_of_one_resumed_run_are_joined(tmp_path: Path) -> None:
-    first = write_lines(tmp_path / "a.jsonl", lines_of(range(1, 8)))
-    second = write_lines(tmp_path / "b.jsonl", lines_of(range(5, 10)))
-    assert [run.name for run in read_runs([str(first), str(second)])] == ["a", "b"]
-    (run,) = read_runs([str(first), str(second)], join=True)
-    assert [each.iteration for each in run.iterations] == list(range(1, 10))
+def test_pieces_without_starts_are_divided_where_iterations_decrease_or_joined(tmp_path: Path) -> None:
+    pieces = [lines_of(range(1, 8)), lines_of(range(5, 10))]
+    one = write_lines(tmp_path / "old.jsonl", [line for piece in pieces for line in piece])
+    several = [str(write_lines(tmp_path / f"{name}.jsonl", piece)) for name, piece in zip("ab", pieces, strict=True)]
+    assert [run.name for run in read_runs(several)] == ["a", "b"]
+    for (run,) in (read_runs([str(one)]), read_runs(several, join=True)):
+        assert [piece.first for piece in run.pieces] == [1, 5]
+        assert [each.iteration for each in run.iterations] == list(range(1, 10))
 
 
 def test_an_incomplete_last_line_is_skipped(tmp_path: Path) -> None:
@@ -101,17 +96,13 @@ def test_damaged_lines_are_skipped_with_one_warning(tmp_path: Path, bad: str) ->
     assert fault.startswith(f"{path}: line 3, and 1 more lines ") and "\n" not in fault
 
 
-@pytest.mark.parametrize("text", ["", "nothing\n", "{}\n"])
-def test_a_file_without_an_iteration_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(UserError, match="has no line of an iteration") as error:
+@pytest.mark.parametrize("text", ["", "nothing\n", "{}\n", None])
+def test_a_file_without_an_iteration_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError, match="cannot be read" if text is None else "has no line of an iteration") as error:
         read_runs([str(tmp_path)])
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        read_runs([str(tmp_path / "absent.jsonl")])
 
 
 def test_a_line_of_an_older_version_is_read() -> None:
