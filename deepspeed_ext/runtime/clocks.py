@@ -1,10 +1,8 @@
 """Observers of the ops and phases of a step: clocks, timelines, and named ranges for profilers."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +10,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER
 
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.plan.programs.host_copies import TimedCopy
-from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.timeline import Span
 
 __all__ = ["Observer", "ProfilerRanges"]
@@ -153,7 +149,6 @@ class OpClock(Observer):
         self.stamps = Stamps()
         self.stamps.wait()
         self._marks: list[tuple[Op, Any, Any]] = []
-        self._copies: list[tuple[tuple[Content, int, int, int], list[Any]]] = []
         self._origin = self.stamps.now()
 
     @contextmanager
@@ -163,31 +158,14 @@ class OpClock(Observer):
         yield
         self._marks.append((op, start, self.stamps.now()))
 
-    def copied(self, name: tuple[Content, int, int, int], stamps: Sequence[Any]) -> None:
-        """Take the stamps of a completed copy, given its content, stage, micro-batch and token slice.
-
-        Args:
-            stamps: start and end of the copy to the host, the drop, start and end of the copy back; fewer if the copy
-                began before the clock.
-        """
-        if len(stamps) == 5:
-            self._copies.append((name, list(stamps)))
+    def since_start(self, *stamps: Any) -> list[float]:
+        """Seconds from the start of the clock to each of some stamps."""
+        self.stamps.wait()
+        return [self.stamps.seconds(self._origin, each) for each in stamps]
 
     def spans(self) -> list[Span]:
         """The ops measured, in order."""
-        self.stamps.wait()
-        since = partial(self.stamps.seconds, self._origin)
-        return [Span(op, since(start), since(end)) for op, start, end in self._marks]
-
-    def host_copies(self) -> list[TimedCopy]:
-        """The copies measured, by the start of the copy to the host."""
-        self.stamps.wait()
-        # Stamps of two streams may differ by their resolution.
-        timed = (
-            TimedCopy(*name, *accumulate((self.stamps.seconds(self._origin, each) for each in stamps), max))
-            for name, stamps in self._copies
-        )
-        return sorted(timed, key=lambda copy: copy.offload_start)
+        return [Span(op, *self.since_start(start, end)) for op, start, end in self._marks]
 
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"

@@ -275,12 +275,11 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         timelines: list[Timeline] = []
         dist.barrier()
         clock, copies = OpClock(), self._executor.copies
-        with self.observers.joined_by(clock), nullcontext() if copies is None else copies.measured_by(clock):
+        with self.observers.joined_by(clock), nullcontext([]) if copies is None else copies.measured_by(clock) as timed:
             yield timelines
         shape = self.batch.plan.shape
         ranks: list[Any] = [None] * shape.num_ranks
-        measured = clock.spans(), clock.host_copies()
-        dist.all_gather_object(ranks, measured, group=self.grid.get_pipe_parallel_group())
+        dist.all_gather_object(ranks, (clock.spans(), timed), group=self.grid.get_pipe_parallel_group())
         spans, copied = zip(*ranks, strict=True)
         timelines.append(Timeline(shape, tuple(map(tuple, spans)), "s", host_copies=tuple(chain.from_iterable(copied))))
 

@@ -14,6 +14,7 @@ itself. On a CPU the same calls copy to a second buffer, at once.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings, TimedCopy
 from deepspeed_ext.plan.programs.program import FETCHES, OFFLOADS, Content, Instruction, content_of
 from deepspeed_ext.runtime.clocks import OpClock
 from deepspeed_ext.runtime.live_batch import Buffer
@@ -111,19 +112,24 @@ class HostCopies:
         self.pages = HostPages(device)
         """Memory of the host."""
         self._clock: OpClock | None = None
+        self._measured: list[tuple[Name, list[Any]]] = []
         self._under_way: dict[Name, _HostCopy] = {}
         accelerator = get_accelerator()
         has_streams = device.type != "cpu" and accelerator.Stream is not None
         self._to_host, self._from_host = (accelerator.Stream() if has_streams else None for _ in range(2))
 
     @contextmanager
-    def measured_by(self, clock: OpClock) -> Iterator[None]:
-        """Let a clock stamp the copies of the batches that run inside."""
-        self._clock = clock
+    def measured_by(self, clock: OpClock) -> Iterator[list[TimedCopy]]:
+        """Stamp the copies of the batches run inside; on leaving, the list yielded holds them by their start."""
+        timed: list[TimedCopy] = []
+        self._clock, self._measured = clock, []
         try:
-            yield
+            yield timed
         finally:
             self._clock = None
+        # Stamps of two streams may differ by their resolution.
+        timed += (TimedCopy(*name, *accumulate(clock.since_start(*stamps), max)) for name, stamps in self._measured)
+        timed.sort(key=lambda copy: copy.offload_start)
 
     def begin(self, shape: PipelineShape) -> None:
         """Start a batch of a shape."""
@@ -160,8 +166,9 @@ class HostCopies:
         """Return the fetched tensors [...], for ops that are queued from now on; the copy ends."""
         copy = self._end(name)
         assert copy.is_fetched, f"{name} is read, and was not fetched"
-        if self._clock is not None:
-            self._clock.copied(name, copy.stamps)
+        # Fewer stamps if the copy began before the clock.
+        if len(copy.stamps) == 5:
+            self._measured.append((name, copy.stamps))
         return tuple(
             tensor.requires_grad_(needs) for tensor, (*_, needs) in zip(copy.on_device, copy.forms, strict=True)
         )
