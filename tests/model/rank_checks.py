@@ -15,9 +15,8 @@ from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_logits
 from megatron_terapipe.model.experts import ExpertLayer
-from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.logits import LiveLogits, Logits
-from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import expert_config, model_config
 
 ALONE = TensorParallelRanks()
@@ -135,54 +134,6 @@ def attention_and_mlp_side_by_side_are_one_sum(ranks: TensorParallelRanks) -> No
 
 
 _SUM_PARTS = TensorParallelRanks.sum_parts
-
-
-def weights_are_the_same_for_any_number_of_ranks(ranks: TensorParallelRanks) -> None:
-    def built(ranks: TensorParallelRanks) -> list[nn.Module]:
-        layers = []
-        for seed, build in enumerate(
-            [
-                lambda: ColumnParallelLinear(16, 24, ranks, normal(1.0)),
-                lambda: ColumnParallelLinear(16, (2, 24), ranks, normal(1.0)),
-                lambda: RowParallelLinear(24, 16, ranks, normal(1.0)),
-                lambda: WordEmbedding(MODEL, ranks),
-                lambda: OutputLayer(MODEL, ranks),
-            ]
-        ):
-            torch.manual_seed(seed)
-            # The next draw must not depend on the number of ranks either.
-            layers += [build(), nn.Linear(3, 3)]
-        return layers
-
-    gathered = []
-    for layer in built(ranks):
-        for parameter in layer.parameters():
-            parts = [torch.empty_like(parameter) for _ in range(ranks.size)]
-            dist.all_gather(parts, parameter.detach().contiguous())
-            cut = getattr(parameter, "tensor_model_parallel", False)
-            gathered.append(torch.cat(parts, parameter.partition_dim) if cut else parts[-1])
-    whole = [parameter for layer in built(ALONE) for parameter in layer.parameters()]
-    for found, expected in zip(gathered, whole, strict=True):
-        assert torch.equal(found, expected)
-
-
-def words(ranks: TensorParallelRanks) -> None:
-    whole, part = WordEmbedding(MODEL, ALONE).double(), WordEmbedding(MODEL, ranks).double()
-    fill(whole, part, ranks)
-    assert len(whole.weight) == 256
-    edges = [0, 255, *(rank * 256 // ranks.size for rank in range(ranks.size)), 63, 127, 191, 5]
-    seen = []
-    for step in range(3):
-        tokens = torch.tensor([edges[:8], [*range(250 - step, 243 - step, -1), edges[-1]]])
-        tokens = F.pad(tokens, (0, 8 - tokens.shape[1])) if tokens.shape[1] < 8 else tokens
-        coefficients = drawn(2, 8, 16, seed=step)
-        found, expected = part(tokens), F.embedding(tokens, whole.weight)
-        (found * tokens_of(coefficients, ranks)).sum().backward()
-        (expected * coefficients).sum().backward()
-        seen.append((found, tokens_of(expected, ranks)))
-    for found, expected in seen:
-        assert torch.equal(found, expected)
-    assert_gradients(complete_gradients(part, ranks), part, whole, ranks)
 
 
 def logits(ranks: TensorParallelRanks) -> None:
@@ -341,8 +292,6 @@ CHECKS = {
         own_tokens,
         sum_of_parts,
         attention_and_mlp_side_by_side_are_one_sum,
-        weights_are_the_same_for_any_number_of_ranks,
-        words,
         logits,
         losses,
         losses_of_padded_and_capped_logits,

@@ -16,16 +16,8 @@ from deepspeed_ext.runtime.state import sequence_state
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.gpt import gpt_loss
-from tests.model.configs import OF_FAMILIES, SEQ, model_config
+from tests.model.configs import LLAMA, OF_FAMILIES, SEQ, model_config
 
-LLAMA = {
-    "position_embedding_type": "rope",
-    "normalization": "rmsnorm",
-    "activation": "swiglu",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-    "num_key_value_heads": 2,
-}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 PACKED = Documents(((0, 5, 20), (0,)))
 CASES: dict[str, tuple[dict[str, Any], Documents | None]] = {

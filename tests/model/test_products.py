@@ -45,42 +45,24 @@ def inputs_of(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_has_the_gradients_of_autograd(with_bias: bool) -> None:
-    (weight, bias), (plain_weight, plain_bias) = parameters(), parameters()
-    for step in range(4):
-        inputs, plain_inputs = inputs_of(step), inputs_of(step)
-        output = tensor_parallel.linear(inputs, weight, bias if with_bias else None)
-        expected = F.linear(plain_inputs, plain_weight, plain_bias if with_bias else None)
-        assert torch.equal(output, expected)
-        (output**2).sum().backward()
-        (expected**2).sum().backward()
-        torch.testing.assert_close(inputs.grad, plain_inputs.grad, rtol=1e-14, atol=1e-14)
-        torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=1e-14, atol=1e-13)
-        if with_bias:
-            torch.testing.assert_close(bias.grad, plain_bias.grad, rtol=1e-14, atol=1e-13)
-        else:
-            assert bias.grad is None
-
-
-def test_embedding_has_the_gradients_of_autograd() -> None:
-    (weight, _), (plain_weight, _) = parameters(), parameters()
-    for step in range(4):
-        tokens = (TOKENS + step) % 8
-        output, expected = tensor_parallel.embedding(tokens, weight), F.embedding(tokens, plain_weight)
-        assert torch.equal(output, expected)
-        (output**2).sum().backward()
-        (expected**2).sum().backward()
-        torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=1e-14, atol=1e-13)
-
-
-def test_a_weight_that_is_both_embedding_and_output() -> None:
-    """Tied, it gets two gradients in every backward, of which one adds up in place after the first backward."""
-    (weight, _), (plain_weight, _) = parameters(), parameters()
-    for step in range(3):
-        tokens = (TOKENS + step) % 8
-        tensor_parallel.linear(tensor_parallel.embedding(tokens, weight), weight).logsumexp(-1).sum().backward()
-        F.linear(F.embedding(tokens, plain_weight), plain_weight).logsumexp(-1).sum().backward()
-        torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=1e-13, atol=1e-13)
+def test_gradients_are_those_of_autograd(with_bias: bool) -> None:
+    """Of a weight that is both embedding and output, and so gets two gradients in every backward."""
+    given, plain = (parameters() for _ in range(2))
+    results = []
+    for (weight, bias), look_up, multiply in (
+        (given, tensor_parallel.embedding, tensor_parallel.linear),
+        (plain, F.embedding, F.linear),
+    ):
+        seen = []
+        for step in range(4):
+            inputs = inputs_of(step)
+            output = multiply(inputs + look_up((TOKENS[:, :3] + step) % 8, weight), weight, bias if with_bias else None)
+            output.square().sum().backward()
+            seen += [output.detach(), inputs.grad, weight.grad.clone()]
+        results.append([*seen, *([bias.grad] if with_bias else [])])
+        assert (bias.grad is None) != with_bias
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
 CASES = {

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.measuring.counters import KernelCounter
@@ -69,13 +67,6 @@ def test_heads_apart_turn_as_those_of_a_product(interleaved: bool) -> None:
     ]
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-14)
     assert torch.autograd.gradcheck(lambda each: rotate(each, 0, 6, factor=0.5, interleaved=interleaved), product)
-
-
-def test_the_gradient_turns_back() -> None:
-    product = product_of()
-    turned = rotate(product, 0, 6)
-    (gradient,) = torch.autograd.grad(turned, product, grad_outputs=[each.detach() for each in turned])
-    torch.testing.assert_close(gradient, product.detach(), rtol=1e-13, atol=1e-14)
 
 
 def test_no_heads_are_kept() -> None:
@@ -143,26 +134,6 @@ def test_of_a_large_table_a_token_slice_launches_a_few_kernels_for_all_frequenci
         table.between(1 << 19, (1 << 19) + 2048, like)
     # Positions and angles; of cosines and of sines the function, the factor and the copy. It was 449.
     assert counter.found.total() == 8, counter.found
-
-
-@pytest.fixture(scope="module")
-def long_table() -> RotaryTable:
-    return RotaryTable(rotation_of(8, 10000.0), 201_001)
-
-
-@given(first=st.integers(0, 100_000), apart=st.integers(0, 1000), moved=st.integers(0, 100_000))
-def test_scores_depend_only_on_the_distance(long_table: RotaryTable, first: int, apart: int, moved: int) -> None:
-    query, key = product_of(1, 1, 1).detach(), product_of(1, 2, 1)[:, 1:].detach()
-
-    def score(position: int) -> Tensor:
-        places = position + apart, position
-        (turned_query, *_), (_, turned_key, _) = (
-            rotated_heads(each, *long_table.between(place, place + 1, each))
-            for each, place in zip((query, key), places, strict=True)
-        )
-        return (turned_query * turned_key).sum()
-
-    torch.testing.assert_close(score(first), score(first + moved), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
