@@ -1,6 +1,7 @@
 """A timeline: when each op ran. The simulator predicts one, the engine measures one, drawings show either.
 
-Its critical path is the chain of ops, transfers and host copies that ends last; all other events have slack.
+Its critical path is the chain of ops and transfers that ends last; all other events have slack. Copies to the host are
+left out: they are planned to delay no op.
 
     rank 0 | [F0.0]*[F0.1]                    [B0.1] [B0.0]*
                   '--->* transfer           .--------'
@@ -10,7 +11,6 @@ The path is followed back from the op that ends last, each time to the last end 
 """
 
 import json
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, prerequisites, reading_stage, result
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape, prerequisites, reading_stage, result
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Channel, Content, Reduction
 from deepspeed_ext.plan.text_files import parse_json
@@ -177,17 +177,7 @@ def executed_order(timeline: Timeline) -> Sequence[Sequence[Op]]:
     return [[span.op for span in rank] for rank in timeline.spans]
 
 
-class CopyRun(NamedTuple):
-    """One direction of a host copy."""
-
-    copy: TimedCopy
-    is_fetch: bool
-    """Whether it is the copy back."""
-    start: float
-    end: float
-
-
-Event = Span | Transfer | CopyRun
+Event = Span | Transfer
 """Things that take time in a timeline."""
 
 
@@ -238,17 +228,11 @@ def _waits(timeline: Timeline) -> dict[Event, list[_Wait]]:
     shape = timeline.shape
     spans = {result(span.op): span for spans in timeline.spans for span in spans}
     transfers = {transfer.op: transfer for transfer in timeline.transfers}
-    of_copies: dict[CopyRun, list[_Wait]] = {}
-    copies_read: dict[Op, list[CopyRun]] = defaultdict(list)
-    for rank, row in enumerate(timeline.spans):
-        copies = [copy for copy in timeline.host_copies if shape.rank_of(copy.stage) == rank]
-        _add_copies(row, copies, of_copies, copies_read)
     waits: dict[Event, list[_Wait]] = {}
     for row in timeline.spans:
         before: Span | None = None
         for span in row:
             waits[span] = [] if before is None else [_end_of(before)]
-            waits[span] += map(_end_of, copies_read.get(span.op, ()))
             for needed in prerequisites(span.op, shape):
                 transfer = transfers.get(needed)
                 if transfer is not None and needed.stage != span.op.stage:
@@ -262,67 +246,7 @@ def _waits(timeline: Timeline) -> dict[Event, list[_Wait]]:
         if (ahead := last_on.get(transfer.channel)) is not None:
             waits[transfer].append(_Wait(ahead, ahead.sent))
         last_on[transfer.channel] = transfer
-    return waits | of_copies
-
-
-def _add_copies(
-    spans: Sequence[Span],
-    copies: Sequence[TimedCopy],
-    waits: dict[CopyRun, list[_Wait]],
-    copies_read: dict[Op, list[CopyRun]],
-) -> None:
-    """Add the events that the host copies of one rank wait for, and the copies that its ops read.
-
-        rank       | [0F0.0]*[0F0.1]    other stages    [0B0.1]*[0B0.0]
-        to host             '[ 0.0 ]                       |
-        from host                              [ 0.1 ][ 0.0 ]*
-
-    A copy to the host waited for its forward, a copy back for the op after which it was posted; both for the one
-    before them in their direction. An op waited for the copies back that it reads, and after a drop for the copy to
-    the host. A timeline has no record of where copies were posted and which op read them: the last op that had ended
-    counts, and the first backward that may read it and began after its end. Both are never earlier than the true
-    ones.
-    """
-    starts, ends = [span.start for span in spans], [span.end for span in spans]
-    forwards = {span.op[1:]: place for place, span in enumerate(spans) if span.op.kind is OpKind.FORWARD}
-    backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for place, (op, _, _) in enumerate(spans):
-        if result(op).kind is OpKind.INPUT_GRADIENT:
-            backwards[op.stage, op.micro_batch].append(place)
-
-    def reader(copy: TimedCopy) -> int:
-        """Place of the first backward that reads the copy; after all ops if there is none."""
-        may_read = [
-            place
-            for place in backwards[copy.stage, copy.micro_batch]
-            if spans[place].op.token_slice >= copy.token_slice
-            and (copy.content is Content.KEYS_AND_VALUES or spans[place].op.token_slice == copy.token_slice)
-        ]
-        after = [place for place in may_read if starts[place] >= copy.fetch_end]
-        return min(after or may_read[-1:], default=len(spans))
-
-    def add(run: CopyRun, posted: int, lane: list[CopyRun], place: int) -> None:
-        """Add a copy that was posted after the op at one place, and that the op at another waited for."""
-        waits[run] = [_end_of(spans[posted])] if posted >= 0 else []
-        waits[run] += map(_end_of, lane[-1:])
-        if place < len(spans):
-            copies_read[spans[place].op].append(run)
-        lane.append(run)
-
-    known = [copy for copy in copies if copy[1:4] in forwards]
-    to_host: list[CopyRun] = []
-    for copy in sorted(known, key=lambda each: (each.offload_start, forwards[each[1:4]])):
-        place = forwards[copy[1:4]]
-        run = CopyRun(copy, False, copy.offload_start, copy.offload_end)
-        add(run, place, to_host, max(bisect_left(starts, copy.dropped), place + 1))
-    offloads = {run.copy: run for run in to_host}
-    from_host: list[CopyRun] = []
-    for copy in sorted(known, key=lambda each: (each.fetch_start, reader(each))):
-        run = CopyRun(copy, True, copy.fetch_start, copy.fetch_end)
-        add(run, min(bisect_right(ends, copy.fetch_start), reader(copy)) - 1, from_host, reader(copy))
-        # Both may be posted at one place, and then the copy back need not wait.
-        if (there := offloads[copy]).end <= copy.fetch_start:
-            waits[run].append(_end_of(there))
+    return waits
 
 
 def _slack(timeline: Timeline, waits: Mapping[Event, Sequence[_Wait]]) -> dict[Op, float]:
@@ -351,6 +275,6 @@ def _in_order(waits: Mapping[Event, Sequence[_Wait]]) -> list[Event]:
             if not missing[follower]:
                 ordered.append(follower)
     if len(ordered) < len(waits):
-        op = next(event.op for event in waits if missing[event] and isinstance(event, Span | Transfer))
+        op = next(event.op for event in waits if missing[event])
         raise PlanError(f"op {op} is earlier than an op that it needs: give the timeline of a run that ended")
     return ordered

@@ -16,7 +16,7 @@ from deepspeed_ext.plan.memory import (
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Content
-from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from tests.strategies import costs_with_links, host_copy_settings, orders_of_pipelines
 
@@ -94,20 +94,11 @@ def test_logits_are_of_the_last_stage_until_the_input_gradient():
     assert curves == [[(0.0, 4.0), (5.0, 0.0)], [(1.0, 24.0), (3.0, 4.0), (4.0, 0.0)]]
 
 
-def test_peaks_by_hand():
+def test_peaks_of_uneven_token_slices_by_hand():
     shape = PipelineShape(num_stages=4, num_micro_batches=4, num_token_slices=4)
-
-    def peaks(schedule, shape=shape, lengths=None):
-        costs = OpCosts.uniform(shape, weight_gradient=1.0)
-        return peak_activation(simulate(rank_orders(schedule, shape), shape, costs), lengths)
-
-    assert peaks(gpipe) == (4.0,) * 4
-    assert peaks(one_f_one_b) == (1.75, 1.5, 1.25, 1.0)  # (P - i + S - 1) / S
-    assert peaks(zero_bubble) == (1.75,) * 4
+    timeline = simulate(rank_orders(one_f_one_b, shape), shape, OpCosts.uniform(shape))
     # Rank 3 is fullest with 1.0 of the first micro-batch less its last two, 0.3, and the first two of the next, 0.7.
-    assert peaks(one_f_one_b, lengths=[40, 30, 20, 10]) == (2.1, 1.8, 1.6, 1.4)
-    # Of P (1 + (P - 1) / (V P)) in Megatron's interleaving, P = 4 and V = 2.
-    assert peaks(interleaved, PipelineShape(8, 8, 1, 2))[0] == 4 * (1 + 3 / 8)
+    assert peak_activation(timeline, [40, 30, 20, 10]) == (2.1, 1.8, 1.6, 1.4)
 
 
 @given(orders_of_pipelines(), st.data())

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
-from deepspeed_ext.plan.programs.host_copies import HostCopy, HostCopyPlan
-from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import gpipe, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.timeline import CopyRun, Span, Timeline, Transfer, critical_path, executed_order
-from tests.strategies import costs_with_links, host_copy_settings, orders_of_pipelines
+from deepspeed_ext.plan.timeline import Span, Timeline, Transfer, critical_path, executed_order
+from tests.strategies import costs_with_links, orders_of_pipelines
 
 
 def one_micro_batch(*ranks: str, unit: str = "") -> Timeline:
@@ -63,10 +61,7 @@ TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2
 
 
 def path_of(timeline: Timeline) -> list[tuple[str, float, float]]:
-    return [
-        (str(event.copy.content if isinstance(event, CopyRun) else event.op), event.start, event.end)
-        for event in critical_path(timeline).events
-    ]
+    return [(str(event.op), event.start, event.end) for event in critical_path(timeline).events]
 
 
 def test_by_hand():
@@ -115,43 +110,17 @@ def test_the_path_and_the_slack_with_messages_that_wait_for_their_channel():
     assert simulate(orders, shape, later).makespan == timeline.makespan + 0.25
 
 
-def test_a_copy_that_comes_back_late_is_on_the_path():
-    shape = PipelineShape(1, 1, 2)
-    orders = [[Op.parse(text) for text in ("0F0.0", "0F0.1", "0B0.1", "0B0.0")]]
-    costs = OpCosts.uniform(shape, backward=2.0)
-    copy = HostCopy(Content.INPUT, 0, 0, 0, size=8.0, offload=1, drop=2, fetch=2, reader=3)
-    timeline = simulate(orders, shape, costs, HostCopyPlan(((copy,),), to_host=8.0, from_host=2.0))
-    # To the host from 1 to 2; back from 2 to 6, during the backward of token slice 1, which could take until then.
-    assert path_of(timeline) == [("0F0.0", 0.0, 1.0), ("0F0.1", 1.0, 2.0), ("input", 2.0, 6.0), ("0B0.0", 6.0, 8.0)]
-    assert critical_path(timeline).slack == {
-        Op.parse("0F0.0"): 0.0,
-        Op.parse("0F0.1"): 0.0,
-        Op.parse("0B0.1"): 2.0,
-        Op.parse("0B0.0"): 0.0,
-    }
-    # A drop waits for the end of the copy to the host, and the next op after it.
-    held = simulate(orders, shape, costs, HostCopyPlan(((copy,),), to_host=1.0, from_host=8.0))
-    assert [name for name, *_ in path_of(held)] == ["0F0.0", "input", "0B0.1", "0B0.0"]
-    assert held.makespan == 1 + 8 + 2 + 2
-
-
 @given(orders_of_pipelines(3, 3, 3), st.data())
 def test_the_path_takes_the_makespan_and_has_no_gap(orders_and_shape, data):
     orders, shape = orders_and_shape
-    costs, copied = data.draw(costs_with_links(shape)), data.draw(host_copy_settings(shape))
-    without = simulate(orders, shape, costs)
-    planned = HostCopyPlan.of(without.spans.__getitem__, shape, copied)
-    # Copies as planned, or slower, so that ranks wait.
-    slower = data.draw(st.sampled_from([1.0, 7.0]))
-    held_up = replace(planned, to_host=planned.to_host / slower, from_host=planned.from_host / slower)
-    for timeline in (without, simulate(orders, shape, costs, held_up)):
-        path = critical_path(timeline)
-        assert (path.events[0].start, path.events[-1].end) == (timeline.start, timeline.end)
-        for before, after in pairwise(path.events):
-            # On a channel the next one leaves while the latency of the one before still runs.
-            on_channel = isinstance(before, Transfer) and isinstance(after, Transfer)
-            assert after.start == (before.sent if on_channel else before.end)
-        assert all(path.slack[op] == pytest.approx(0.0, abs=1e-6 * timeline.makespan) for op in path.ops)
+    timeline = simulate(orders, shape, data.draw(costs_with_links(shape)))
+    path = critical_path(timeline)
+    assert (path.events[0].start, path.events[-1].end) == (timeline.start, timeline.end)
+    for before, after in pairwise(path.events):
+        # On a channel the next one leaves while the latency of the one before still runs.
+        on_channel = isinstance(before, Transfer) and isinstance(after, Transfer)
+        assert after.start == (before.sent if on_channel else before.end)
+    assert all(path.slack[op] == pytest.approx(0.0, abs=1e-6 * timeline.makespan) for op in path.ops)
 
 
 @given(orders_of_pipelines(3, 3, 3), st.data())

@@ -5,7 +5,6 @@ stages, micro-batches and token slices; where it arrives on another rank it has 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -162,8 +161,7 @@ CODE = {kind: code for code, kind in enumerate(KINDS)}
 """Number of each kind of op."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class OpColumns:
+class OpColumns(NamedTuple):
     """Ops in columns, rank after rank; [N] each."""
 
     kind: Numbers
@@ -181,8 +179,7 @@ class OpColumns:
     @classmethod
     def joined(cls, parts: Sequence["OpColumns"]) -> "OpColumns":
         """The columns of one rank after the other."""
-        names = [field.name for field in fields(cls)]
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def ops(self, first: int, last: int) -> list[Op]:
         """Return the ops at positions first .. last."""
@@ -195,9 +192,8 @@ class OpColumns:
         return _unit(self.stage, self.micro_batch, self.token_slice, shape)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Wiring:
-    """Arguments of `simulate_ops` by their names, and indices of the times that it needs."""
+class Wiring(NamedTuple):
+    """Arguments of `simulate_ops`, the first five in its order, and indices of the times that it needs."""
 
     needs: Numbers
     gives: Numbers
@@ -318,9 +314,8 @@ def _unit(stage: Numbers, micro_batch: Numbers, token_slice: Numbers, shape: Pip
     return unit + token_slice
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class CopyEvents:
-    """Arguments of `simulate_ops` by their names. Copies are numbered rank by rank."""
+class CopyEvents(NamedTuple):
+    """Arguments of `simulate_ops` in its order. Copies are numbered rank by rank."""
 
     posts: Numbers
     posted: Numbers

@@ -130,26 +130,11 @@ class CompiledOrders:
         wiring = self.wiring
         copies = CopyEvents.of(host_copies, self.bounds)
         copied = np.zeros(3 * copies.num_copies)
-        arrays = {
-            "bounds": self.bounds,
-            "needs": wiring.needs,
-            "gives": wiring.gives,
-            "arrives": wiring.arrives,
-            "targets": wiring.targets,
-            "channels": wiring.channels,
-            **self._times(costs),
-            "posts": copies.posts,
-            "posted": copies.posted,
-            "copying": copies.copying,
-            "back": copies.back,
-            "ready": np.full(wiring.num_results, -1.0),
-            "free": np.zeros(wiring.num_channels),
-            "lanes": np.zeros(2 * self.shape.num_ranks),
-            "copied": copied,
-            "starts": starts,
-            "ends": ends,
-        }
-        num_done = compiled_loop()(*arrays.values())
+        ready, free = np.full(wiring.num_results, -1.0), np.zeros(wiring.num_channels)
+        lanes = np.zeros(2 * self.shape.num_ranks)
+        num_done = compiled_loop()(
+            *(self.bounds, *wiring[:5], *self._times(costs), *copies, ready, free, lanes, copied, starts, ends)
+        )
         if num_done < num_ops:
             simulate(self.orders, self.shape, costs)  # raises the error
             raise AssertionError("the plain simulator ends where the fast one does not")
@@ -165,13 +150,11 @@ class CompiledOrders:
         peaks = (np.cumsum(changes[first:last]).max(initial=0) for first, last in pairwise(bounds))
         return tuple(float(peak / whole) for peak in peaks)
 
-    def _times(self, costs: OpCosts) -> dict[str, Numbers]:
+    def _times(self, costs: OpCosts) -> tuple[Numbers, Numbers, Numbers]:
+        """Durations, and times of messages on their channel and after it: [N] each."""
         durations = np.zeros((len(KINDS), self.shape.num_stages, self.shape.num_token_slices))
         for code in np.flatnonzero(np.bincount(self.columns.kind)).tolist():
             durations[code] = costs.durations(KINDS[code])
         sending, latency = message_times(costs, self.shape)
-        return {
-            "durations": durations.reshape(-1)[self.wiring.op_costs],
-            "sending": sending.reshape(-1)[self.wiring.message_costs],
-            "latency": latency.reshape(-1)[self.wiring.message_costs],
-        }
+        messages = self.wiring.message_costs
+        return durations.reshape(-1)[self.wiring.op_costs], sending.reshape(-1)[messages], latency.reshape(-1)[messages]

@@ -16,6 +16,7 @@ is the clock of a search, since results must not depend on time.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -279,13 +280,10 @@ MOST_SOURCES = 4
 
 
 @dataclass(frozen=True)
-class SolvedStages:
-    """Stages, token slices, and their makespan."""
+class SolvedStages(SolvedTokenSlices):
+    """Token slices and stages, and their makespan."""
 
     partition: StagePartition
-    cut: TokenSlices
-    makespan: float
-    """With the schedule; see `SolvedTokenSlices`."""
 
 
 def solve_stages(
@@ -330,8 +328,7 @@ def solve_stages(
         solved = searched(turn)
     if schedule is not None and memory_limit is not None:
         check_memory(schedule, shape, solved.cut, memory_limit)
-    bounds = tuple(int(bound) for bound in np.cumsum([0, *layers]))
-    return SolvedStages(StagePartition(bounds), solved.cut, solved.makespan)
+    return SolvedStages(solved.cut, solved.makespan, StagePartition(tuple(accumulate(layers, initial=0))))
 
 
 def _loads(layers: Sequence[int], shape: PipelineShape, costs_of_layers: CostsOfLayers, seq_length: int) -> list[float]:

@@ -5,7 +5,7 @@ rank no memory is allocated or freed), and with the working memory of a running 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import NamedTuple
@@ -305,11 +305,8 @@ def orders_of_ranks(schedule: str, shape: PipelineShape) -> list[OpColumns]:
     """Return the ops of all ranks as arrays of [ranks, ops], some ranks at a time, so that none is very large."""
     orders = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
     together = max(MOST_OPS_AT_ONCE // max(len(orders[0].kind), 1), 1)
-    names = [field.name for field in fields(OpColumns)]
-    return [
-        OpColumns(*(np.stack([getattr(order, name) for order in orders[first : first + together]]) for name in names))
-        for first in range(0, len(orders), together)
-    ]
+    parts = (orders[first : first + together] for first in range(0, len(orders), together))
+    return [OpColumns(*map(np.stack, zip(*part, strict=True))) for part in parts]
 
 
 def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, num_micro_batches: int) -> int:

@@ -132,8 +132,6 @@ def test_costs_follow_from_the_share_of_attention(figures_of):
     assert [spans[op] for op in ("0F0.0", "0F0.1", "1B0.1", "1B0.0")] == pytest.approx([0.35, 0.65, 1.3, 0.7])
     spans = durations(figures_of(f"{GPIPE_2_1_2} --attention-share 0.6 --head-share 0.5"))
     assert [spans[op] for op in ("0F0.0", "1F0.0", "1B0.0")] == pytest.approx([0.35, 0.6, 1.2])
-    spans = durations(figures_of(f"{GPIPE_2_1_2[:-1]}3,1 --attention-share 1"))
-    assert [spans["0F0.0"], spans["0F0.1"]] == pytest.approx([9 / 16, 7 / 16])
 
 
 def test_the_example_in_the_help_is_a_costs_file(capsys, folder):
@@ -259,14 +257,6 @@ def test_a_schedule_and_token_slices_are_found_within_a_memory_limit(printed, fi
     assert "\nlower bound              " in printed(optimised)
 
 
-def test_token_slices_are_found_for_a_schedule_that_is_given(figures_of):
-    words = "--schedule 1f1b --stages 4 --micro-batches 2 --token-slices 4 --attention-share 0.6"
-    even, solved = figures_of(words), figures_of(f"{words} --solve-slices")
-    assert solved["makespan"] < even["makespan"]
-    assert sum(solved["token_slices"]) == 4096
-    assert solved["token_slices"][0] > solved["token_slices"][-1]  # later ones have more to attend to
-
-
 def test_the_optimiser_chooses_the_placement_of_stages(figures_of):
     words = "--schedule optimised --stages 4 --micro-batches 2 --token-slices 4 --attention-share 0.6 --effort 0.05"
     free = figures_of(words)
@@ -281,6 +271,7 @@ def test_layers_are_dealt_so_that_a_head_does_not_delay_all_ranks(figures_of):
     alike, dealt = (figures_of(f"{words} --solve-slices {more}") for more in ("", "--solve-stages --layers 32"))
     assert dealt["stage_partition"] == [0, 9, 18, 27, 32]
     assert dealt["bubble_ratio"] < 0.12 < 0.25 < alike["bubble_ratio"]
+    assert sum(alike["token_slices"]) == 4096 and len(set(alike["token_slices"])) > 1
 
 
 # Drawings and measured timelines

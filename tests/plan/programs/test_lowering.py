@@ -18,7 +18,6 @@ from deepspeed_ext.plan.programs.program import (
 )
 from deepspeed_ext.plan.schedules import (
     SCHEDULES,
-    backward_order,
     fixed,
     forward_order,
     one_f_one_b,
@@ -108,15 +107,6 @@ def test_evaluation_lowers_too():
     assert texts(first)[4:7] == ["forward 0F0.1 @0", "send activation 0F0.1 @0", "free 0F0.1 @0"]
     assert texts(last)[-2:] == ["forward 1F0.1 @1", "free 1F0.1 @1"]
     assert (first.num_buffers, last.num_buffers) == (1, 2)
-
-
-def test_a_schedule_that_deadlocks_is_refused():
-    def backward_first(shape, rank):
-        yield from backward_order(shape, rank)
-        yield from forward_order(shape, rank)
-
-    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0B0\.1 waits for 0F0\.1"):
-        lower(backward_first, SHAPE)
 
 
 def test_channels_with_different_messages_at_their_ends_are_found():

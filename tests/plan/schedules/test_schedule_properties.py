@@ -3,12 +3,11 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.ops import Op, OpKind, parts, prerequisites, result
 from deepspeed_ext.plan.schedules import (
-    fixed,
     forward_order,
     interleaved,
     one_f_one_b,
@@ -120,10 +119,3 @@ def test_one_token_slice_gives_the_classic_1f1b(shape):
         kinds = "".join(op.kind.value for op in order)
         warmup = min(shape.num_stages - rank - 1, shape.num_micro_batches)
         assert kinds == "F" * warmup + "FB" * (shape.num_micro_batches - warmup) + "B" * warmup
-
-
-@given(shapes())
-def test_fixed_orders_are_a_schedule(shape):
-    orders = rank_orders(one_f_one_b, shape)
-    assume(orders)
-    assert rank_orders(fixed(orders), shape) == orders
