@@ -15,7 +15,6 @@ from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
 from megatron_terapipe.errors import ConfigError
-from pretrain_gpt import main
 
 REQUIRED = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
@@ -219,14 +218,6 @@ def test_llama_scripts_of_megatron_deepspeed_and_megatron_lm() -> None:
         assert (model.position_embedding_type, model.normalization, model.activation) == ("rope", "rmsnorm", "swiglu")
         assert model.disable_bias_linear and model.untie_embeddings_and_output_weights
         assert (model.num_key_value_heads, model.rotary_base, model.layernorm_epsilon) == (2, base, epsilon)
-
-
-@pytest.mark.parametrize("words", ["--mtp-num-layers 8", "--swiglu --squared-relu", "--zero-reduce-bucket-size 0"])
-def test_the_trainer_ends_with_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main((REQUIRED + words).split()) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("error: --") and err.count("\n") == 1
 
 
 BOTH_DROPOUTS = "--hidden-dropout 0 --attention-dropout 0 "

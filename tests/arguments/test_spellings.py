@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.arguments.spellings import layout_stages, resolve_spellings
-from megatron_terapipe.errors import ConfigError
 
 EACH, LAYOUT = "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -63,23 +62,3 @@ def test_stages(num_layers: int, num_ranks: int, given: dict[str, Any], partitio
 def test_layouts(text: str, num_ranks: int, bounds: tuple[int, ...], model_chunks: int) -> None:
     partition, found = layout_stages(text, num_ranks)
     assert (partition.bounds, found) == (bounds, model_chunks)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_ranks", "part"),
-    [
-        ("Et||tL", 3, "stage 1 has no layer"),
-        ("E|L", 2, "go on with t"),
-        ("Et|m|tL", 3, "m is for multi-token prediction"),
-        ("Et|x|tL", 3, "x is not among E, t and L"),
-        ("t|EtL", 2, "one E"),
-        ("Et|tL|t", 3, "one L"),
-        ("Et|t|tL", 2, "3 stages, not a multiple of --pipeline-model-parallel-size 2"),
-        ("E(t|tL", 2, "repetition"),
-        ("Et*99999L", 1, "more than 10,000 symbols"),
-        ("E((((t*9)*9)*9)*9)*9L", 1, "more than 10,000 symbols"),
-    ],
-)
-def test_layouts_that_are_wrong(text: str, num_ranks: int, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        layout_stages(text, num_ranks)

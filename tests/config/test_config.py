@@ -1,16 +1,14 @@
 """Sections and the rules between them: every refusal is one line with the value, the rule and the remedy."""
 
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
-from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.arguments import build_config
-from megatron_terapipe.config import BatchConfig, Config, DataConfig, ParallelConfig
-from megatron_terapipe.config.flops import block_forward_flops, linear_flops_per_token
+from megatron_terapipe.config import BatchConfig, Config, ParallelConfig
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.errors import ConfigError
 
@@ -56,19 +54,6 @@ def test_token_slices(given: dict[str, object], lengths: tuple[int, ...]) -> Non
     assert config(**given).parallel.num_token_slices == len(lengths)
 
 
-def test_balanced_token_slices_shorten_and_have_equal_flops() -> None:
-    long = config(seq_length=8192, token_slices="balanced", num_token_slices=4)
-    cut = long.token_slices()
-    assert list(cut.lengths) == sorted(cut.lengths, reverse=True)
-    assert sum(cut.lengths) == 8192
-    # Forward and backward: a matrix product takes 1 + 2 times its forward, flash attention 1 + 2.5.
-    (block,) = set(long.model.blocks)
-    linear = [length * linear_flops_per_token(long.model, block) for length in cut.lengths]
-    forward = [block_forward_flops(long.model, block, end - start, start) for start, end in cut.bounds()]
-    costs = [3 * of_linear + 3.5 * (whole - of_linear) for of_linear, whole in zip(linear, forward, strict=True)]
-    assert max(costs) - min(costs) < 0.01 * max(costs)
-
-
 def test_ranks_that_share_layers() -> None:
     assert not config(sequence_parallel=True, seq_length=127).parallel.sequence_parallel  # of one rank
     assert config(tensor_model_parallel_size=4, sequence_parallel=True).parallel.sequence_parallel
@@ -98,32 +83,6 @@ def test_micro_batches() -> None:
     assert "such as 12" in str(caught.value)
 
 
-def test_stage_bounds() -> None:
-    given = {"pipeline_model_parallel_size": 2}
-    assert config(**given).parallel.stage_bounds() is None
-    assert config(stage_partition="0,3,4", **given).parallel.stage_bounds() == StagePartition((0, 3, 4))
-
-
-@pytest.mark.parametrize(
-    ("words", "pairs"),
-    [
-        (("wiki",), ((None, "wiki"),)),
-        (("wiki", "books"), ((None, "wiki"), (None, "books"))),
-        (("0.3", "wiki", "7", "books"), ((0.3, "wiki"), (7.0, "books"))),
-    ],
-)
-def test_weighted_prefixes(words: tuple[str, ...], pairs: tuple[tuple[float | None, str], ...]) -> None:
-    assert DataConfig(data_path=words).weighted_prefixes() == pairs
-
-
-@pytest.mark.parametrize(
-    ("split", "shares"),
-    [("8,1,1", (0.8, 0.1, 0.1)), ("3,1", (0.75, 0.25, 0.0)), ("100", (1.0, 0.0, 0.0))],
-)
-def test_split_shares(split: str, shares: tuple[float, float, float]) -> None:
-    assert DataConfig(data_path=("wiki",), split=split).split_shares() == pytest.approx(shares)
-
-
 def test_derived_values_of_sections() -> None:
     for given, save, directory in (
         (None, None, "stalled_pipeline"),
@@ -133,11 +92,6 @@ def test_derived_values_of_sections() -> None:
         assert LoggingConfig(ledger_directory=given).ledgers(save) == Path(directory)
     for switches, dtype in (({}, "fp32"), ({"fp16": True}, "fp16"), ({"bf16": True}, "bf16")):
         assert config(**switches).precision.dtype == dtype
-
-
-def test_sections_are_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        config().model.num_layers = 2  # type: ignore[misc]
 
 
 def test_every_field_has_a_docstring_and_a_name_of_its_own() -> None:

@@ -10,13 +10,11 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.layers import Recurrence
 from megatron_terapipe.config.pipeline import balanced_token_slices
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.inference import WholeModel
 from tests.arguments.test_foreign_flags import REQUIRED
 
 SIZES = "--hidden-size 64 --mamba-head-dim 16 --mamba-num-groups 4"
 LINEAR = "--experimental-attention-variant gdn --linear-attention-freq"
-HEADS = "--num-attention-heads 8"
 MAMBA = Recurrence(kind="mamba2", num_heads=8, num_groups=4, key_size=128, value_size=16, conv_size=4)
 DELTA = Recurrence(kind="gated-delta-net", num_heads=32, num_groups=16, key_size=128, value_size=128, conv_size=4)
 
@@ -63,28 +61,3 @@ def test_token_slices_of_equal_work_are_equal_without_attention() -> None:
     model = model_of(f"--num-layers 4 --hybrid-layer-pattern M-G- {SIZES}").model
     assert balanced_token_slices(model, 4).lengths == (32,) * 4
     assert len(set(balanced_token_slices(replace(model, hybrid_layer_pattern="M-*-"), 4).lengths)) > 1
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--hybrid-layer-pattern MD", "MD has a D, sparse attention with an indexer: this model cannot"),
-        ("--hybrid-layer-pattern M*/MM", "M*/MM has a /, multi-token prediction: this model cannot"),
-        ("--hybrid-layer-pattern MX", "MX has the unknown symbol 'X': use M, G, *, -, E, and | between stages"),
-        ("--hybrid-layer-pattern |", "has no layer: give symbols such as M-M*-"),
-        ("--hybrid-layer-pattern M-*", "M-* has 3 layers, and --num-layers is 2: drop the latter"),
-        ("--hybrid-layer-pattern=-E", "-E has layers of experts: add --num-experts"),
-        ("--hybrid-layer-pattern=-* --num-experts 4", "-* has no layer for --num-experts 4: add an E, or drop it"),
-        (f"--hybrid-layer-pattern M- {SIZES} --mamba-num-heads 6", "4 does not divide --mamba-num-heads 6: give one"),
-        ("--hybrid-layer-pattern M- --mamba-head-dim 7", "--mamba-head-dim 7 does not divide 2 x --hidden-size"),
-        ("--linear-num-key-heads 3", "--linear-num-key-heads 3 does not divide --linear-num-value-heads 32: give one"),
-        ("--linear-attention-freq 2", "has no effect without --experimental-attention-variant"),
-        (f"--hybrid-layer-pattern M- {SIZES} --tensor-model-parallel-size 8 {HEADS}", "--mamba-num-groups 4 is"),
-        (f"--hybrid-layer-pattern M- {SIZES} --ds-sequence-parallel-size 8 {HEADS}", "whose ranks share the g"),
-        ("--is-hybrid-model", "named one by one: drop it, and use --hybrid-layer-pattern"),
-    ],
-)  # fmt: skip
-def test_values_that_are_refused(words: str, line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        model_of(f"--num-layers 2 {words}" if "--num-layers" not in words else words)
-    assert line in str(refused.value)

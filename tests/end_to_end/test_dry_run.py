@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.strategy import Strategy
 from pretrain_gpt import main
 from tests.end_to_end.launching import MODEL, PIPELINE, TRAINING, flags
@@ -123,14 +122,3 @@ def test_the_machine_of_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CHECK, *words, "--pipeline-schedule", "optimised"]) == 0
     for line in capsys.readouterr().out.splitlines()[4:6]:
         assert line.endswith(", found for nodes of 8 A100-SXM4-80GB, since no --cluster is given")
-
-
-def test_data_of_another_tokenizer_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Data that was tokenized with GPT-2, without its flag: the tokenizer is `byte`."""
-    with IndexedDatasetWriter(tmp_path / "corpus", vocab_size=50257) as writer:
-        writer.add_document(list(range(300, 800)))
-    words = [word for word in CHECK if word != "--mock-data"]
-    assert main([*words, "--data-path", str(tmp_path / "corpus"), "--split", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path}/corpus.bin has the token id 300 at byte 0")
-    assert error.count("\n") == 1

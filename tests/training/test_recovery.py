@@ -1,5 +1,6 @@
 """The checkpoint of a run that torchrun may start again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,27 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_without_restarts_flags_do_not_change(saved: str) -> None:
-    config = CheckpointConfig(save=saved)
-    assert after_restart(config, {}) is config
-    assert after_restart(config, AGAIN | {"TORCHELASTIC_MAX_RESTARTS": "0"}) is config
-
-
-@pytest.mark.parametrize("load", [None, "pretrained"])
-def test_a_restarted_run_resumes_from_its_own_checkpoint(saved: str, load: str | None) -> None:
-    config = CheckpointConfig(save=saved, load=load, finetune=load is not None)
-    assert after_restart(config, AGAIN) == CheckpointConfig(save=saved, load=saved)
-
-
-def test_before_its_first_checkpoint_flags_do_not_change(tmp_path: Path) -> None:
-    config = CheckpointConfig(save=str(tmp_path / "none"), load="pretrained", finetune=True)
-    assert after_restart(config, AGAIN) is config
-
-
-@pytest.mark.parametrize("environment", [FIRST, AGAIN, AGAIN | HOSTS], ids=["first", "again", "on two hosts"])
-def test_a_run_that_loads_from_its_own_directory_needs_no_change(saved: str, environment: dict[str, str]) -> None:
-    config = CheckpointConfig(save=saved, load=f"{saved}/")
-    assert after_restart(config, environment) is config
+@pytest.mark.parametrize(
+    ("load", "environment", "changes"),
+    [
+        ("pretrained", {}, False),
+        ("pretrained", AGAIN | {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        (None, AGAIN, True),
+        ("pretrained", AGAIN, True),
+        # It loads from its own directory.
+        *(("SAVED/", environment, False) for environment in (FIRST, AGAIN, AGAIN | HOSTS)),
+    ],
+)
+def test_a_restarted_run_resumes_from_its_own_checkpoint(
+    saved: str, load: str | None, environment: dict[str, str], changes: bool
+) -> None:
+    finetunes = load == "pretrained"
+    config = CheckpointConfig(save=saved, load=load and load.replace("SAVED", saved), finetune=finetunes)
+    found = after_restart(config, environment)
+    assert found == CheckpointConfig(save=saved, load=saved) if changes else found is config
+    if changes:  # Not before its first checkpoint.
+        none = replace(config, save=f"{saved}/none")
+        assert after_restart(none, environment) is none
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
-from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
+from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.training import reporters
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.run import Run, _datasets, prepare, reading_ranks
@@ -154,19 +154,6 @@ def test_a_finetuned_run_counts_from_the_start(data: Path, tmp_path: Path) -> No
         run, config=replace(run.config, checkpoint=checkpoint), checkpoint=(tmp_path, checkpoint_info(MODEL))
     )
     assert finetuned.start == Progress()
-
-
-def test_refused_runs(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="world size 3"):
-        prepared(data, launch=replace(LAUNCH, world_size=3))
-    with pytest.raises(ConfigError, match="--global-batch-size 12 is not a multiple of"):
-        prepared(data, launch=replace(LAUNCH, world_size=16))
-    with pytest.raises(DataError, match="no indexed dataset at"):
-        prepared(tmp_path / "absent")
-    with pytest.raises(DataError, match=r"--split 1,0.001 leaves no document of the 40 in .* for validation"):
-        prepared(data, "--split 1,0.001")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        prepared(data, f"--load {tmp_path} --exit-on-missing-checkpoint")
 
 
 def test_outputs_may_be_there_already(data: Path, tmp_path: Path) -> None:
