@@ -409,10 +409,8 @@ class PlannedRun:
     """The configuration, with token slices and stages found."""
     layout: ParallelLayout
     """The parallel axes over the ranks."""
-    found_token_slices: bool = False
-    """Whether the token slices were found by a search, and not given."""
-    found_stages: bool = False
-    """Whether the layers of the stages were found by a search, too."""
+    found: frozenset[str] = frozenset()
+    """Fields with values that were found by a search, and not given."""
 
     @property
     def numbers_of_micro_batches(self) -> set[int]:
@@ -429,6 +427,15 @@ FOUND_FIELDS = (
 """Fields of the sections `parallel` and `model` that may be left open."""
 
 
+def checked_layout(config: Config, world_size: int) -> ParallelLayout:
+    """Return the layout of a configuration over ranks, once it is known that batches and programs fit it."""
+    layout = config.parallel.layout(world_size)
+    replicas = layout.data_parallel_size
+    evaluated = config.evaluation_batch(replicas).num_micro_batches
+    check_num_ops(config.parallel.pipeline(max(config.num_micro_batches(replicas), evaluated)))
+    return layout
+
+
 def plan_run(config: Config, world_size: int, ask: Ask | None = None) -> PlannedRun:
     """Return the layout of a configuration over ranks, with all found that it leaves open but its schedule.
 
@@ -436,24 +443,22 @@ def plan_run(config: Config, world_size: int, ask: Ask | None = None) -> Planned
         config: the configuration; where token slices or a dispatcher are to be found, its vocabulary size is known.
         ask: asks the first rank; None = this process searches.
     """
-    layout = config.parallel.layout(world_size)
-    # Its errors are raised before any search.
+    layout = checked_layout(config, world_size)
     replicas = layout.data_parallel_size
-    evaluated = config.evaluation_batch(replicas).num_micro_batches
-    check_num_ops(config.parallel.pipeline(max(config.num_micro_batches(replicas), evaluated)))
-    finds_slices = config.parallel.token_slices == AUTO
-    finds_stages = finds_slices and config.parallel.stage_partition == AUTO
-    finds_dispatcher = config.model.moe_token_dispatcher_type == AUTO and layout.expert_parallel_size > 1
-    if finds_slices or finds_dispatcher:
+    sections = (config.parallel, config.model)
+    left_open = frozenset(each for each in FOUND_FIELDS for part in sections if getattr(part, each, None) == AUTO)
+    if layout.expert_parallel_size == 1:
+        left_open -= {"moe_token_dispatcher_type"}
+    if left_open:
 
         def find() -> dict[str, Any]:
             found = with_dispatcher(with_found_token_slices(config, replicas), replicas)
-            sections = (found.parallel, found.model)
-            return {each: getattr(part, each) for part in sections for each in FOUND_FIELDS if hasattr(part, each)}
+            parts = (found.parallel, found.model)
+            return {each: getattr(part, each) for part in parts for each in FOUND_FIELDS if hasattr(part, each)}
 
         found = find() if ask is None else ask("token slices, stages and dispatcher", find)
         config = replace(config, parallel=_with_fields(config.parallel, found), model=_with_fields(config.model, found))
-    return PlannedRun(config, config.parallel.layout(world_size), finds_slices, finds_stages)
+    return PlannedRun(config, config.parallel.layout(world_size), left_open)
 
 
 def _with_fields(section: Any, values: Mapping[str, Any]) -> Any:

@@ -112,6 +112,21 @@ class Config:
         sharing = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
         return self.parallel.ds_sequence_parallel_size * sharing
 
+    @property
+    def outputs(self) -> dict[str, str]:
+        """Files and directories that a run writes, by flag."""
+        logging = self.logging
+        found = {
+            "--save": self.checkpoint.save,
+            "--metrics-file": logging.metrics_file,
+            "--report": logging.report,
+            "--timeline": logging.timeline,
+            "--ledger-directory": logging.ledger_directory,
+            "--tensorboard-dir": logging.tensorboard_dir,
+            "--wandb-save-dir": logging.wandb_save_dir,
+        }
+        return {name: path for name, path in found.items() if path is not None}
+
     def num_micro_batches(self, data_parallel_size: int) -> int:
         """Micro-batches of one data-parallel rank in one optimizer step, the largest one."""
         return self.global_batch_size(data_parallel_size) // (self.batch.micro_batch_size * data_parallel_size)

@@ -73,16 +73,10 @@ def absent_files(config: Config) -> Iterator[str]:
         yield f"tokenizer {' '.join(files)}{assumed}"
     if config.data.prefixes:
         yield f"data {' '.join(config.data.prefixes)}"
-    checkpoint, logging = config.checkpoint, config.logging
-    if checkpoint.load is not None:
-        yield f"checkpoints {checkpoint.load}"
-    outputs = (
-        *(checkpoint.save, logging.metrics_file, logging.report, logging.tensorboard_dir),
-        *(logging.wandb_save_dir, logging.timeline),
-    )
-    written = [name for name in outputs if name is not None]
-    if written:
-        yield f"outputs {' '.join(written)}"
+    if config.checkpoint.load is not None:
+        yield f"checkpoints {config.checkpoint.load}"
+    if config.outputs:
+        yield f"outputs {' '.join(config.outputs.values())}"
 
 
 def _tokenizer_files(config: Config) -> list[str]:
@@ -172,9 +166,9 @@ def notes(run: Run) -> list[str]:
     if run.launch.rank:
         return []
     lines, machine = [], machine_in_words(run.config)
-    if run.found_token_slices:
+    if "token_slices" in run.found:
         lines.append(f" found token slices {run.config.parallel.token_slices} for {machine}")
-        if run.found_stages:
+        if "stage_partition" in run.found:
             lines.append(f" found stages with the layers {run.config.parallel.stage_partition}")
     if isinstance(run.schedule, FoundSchedule):
         found = run.schedule.found(run.pipeline)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.ops import check_num_ops
 from deepspeed_ext.plan.terminal import printable_output
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from deepspeed_ext.runtime.launch import LaunchEnvironment
@@ -17,7 +16,7 @@ from megatron_terapipe.arguments import Arguments, read_arguments
 from megatron_terapipe.arguments.build import Constraints
 from megatron_terapipe.checkpoint.directories import only_run_in
 from megatron_terapipe.config import Config
-from megatron_terapipe.planning import stated_ranks
+from megatron_terapipe.planning import checked_layout, stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
 from megatron_terapipe.training.end_of_run import EndOfRun
@@ -100,8 +99,7 @@ def _launch(config: Config) -> LaunchEnvironment:
 
 def _check_sizes(config: Config, launch: LaunchEnvironment) -> None:
     """Check the sizes of a run, which decide the variables of CUDA, and set these: all of it before torch is loaded."""
-    replicas = config.parallel.layout(launch.world_size).data_parallel_size
-    check_num_ops(config.parallel.pipeline(config.num_micro_batches(replicas)))
+    checked_layout(config, launch.world_size)
     lines = prepare_cuda_environment(
         num_pipeline_ranks=config.parallel.pipeline_model_parallel_size,
         deterministic=config.training.deterministic_mode,

@@ -58,10 +58,8 @@ class Run:
     """The configuration of DeepSpeed."""
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and contents of the checkpoint to resume from, if there is one."""
-    found_token_slices: bool = False
-    """Whether the token slices of the configuration were found by the search."""
-    found_stages: bool = False
-    """Whether the layers of its stages were found by the search."""
+    found: frozenset[str] = frozenset()
+    """Fields of the configuration with values that the search found."""
     tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
     """Settings by which the tokenizer was built."""
     ask: Ask | None = None
@@ -167,8 +165,7 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
         ),
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
-        found_token_slices=planned.found_token_slices,
-        found_stages=planned.found_stages,
+        found=planned.found,
         ask=ask,
     )
     if launch.rank == 0 and not config.data.mock_data:
@@ -297,18 +294,7 @@ def _datasets(config: Config, replicas: int, start: Progress, tokenizer: Tokeniz
 
 def _check_outputs(config: Config) -> None:
     """Check now that outputs can be written, and not at the first checkpoint."""
-    outputs = {
-        "--save": config.checkpoint.save,
-        "--metrics-file": config.logging.metrics_file,
-        "--report": config.logging.report,
-        "--timeline": config.logging.timeline,
-        "--ledger-directory": config.logging.ledger_directory,
-        "--tensorboard-dir": config.logging.tensorboard_dir,
-        "--wandb-save-dir": config.logging.wandb_save_dir,
-    }
-    for flag, name in outputs.items():
-        if name is None:
-            continue
+    for flag, name in config.outputs.items():
         path = Path(name).absolute()
         above = next(parent for parent in (*path.parents, path) if parent.exists())
         if not above.is_dir():

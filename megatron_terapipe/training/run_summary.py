@@ -47,7 +47,7 @@ def rows_of_run(run: Run) -> dict[str, str]:
         + experts,
         "stages": _stages(run),
         **_experts(run),
-        "token slices": f"{pipeline.num_token_slices} of {lengths}{found * run.found_token_slices}",
+        "token slices": f"{pipeline.num_token_slices} of {lengths}{found * ('token_slices' in run.found)}",
         "schedule": f"{parallel.pipeline_schedule}, {_number(pipeline.num_micro_batches, 'micro-batch', 'es')} of "
         f"{_number(batch.micro_batch_size, 'sequence')} on each replica{' at most' * varies}"
         f"{found * (parallel.pipeline_schedule == OPTIMISED)}{_same_as_1f1b(run)}",
