@@ -41,12 +41,7 @@ from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_
 
 
 class AdaptedPipelineEngine(PipelineEngine):
-    """DeepSpeed's engine, without a schedule of its own.
-
-    Args:
-        overlap_grad_reduce: start to sum gradients over replicas while backwards run.
-        overlap_param_gather: gather the weights that replicas updated in parts under the next forward.
-    """
+    """DeepSpeed's engine, without a schedule of its own. Arguments are explained in `initialize`."""
 
     module: TokenSlicePipelineModule
 

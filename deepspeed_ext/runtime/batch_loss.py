@@ -55,11 +55,7 @@ class BatchLoss:
         self._num_tokens: Tensor | None = None
 
     def weigh_by_tokens(self, counts: Sequence[float]) -> None:
-        """Weigh the micro-batches of this batch by their tokens with loss, on all ranks with the last stage.
-
-        Args:
-            counts: tokens with loss of each micro-batch of this rank.
-        """
+        """Weigh this rank's micro-batches by their tokens with loss; called on all ranks with the last stage."""
         numbers = to_device(torch.tensor([sum(counts), *counts], dtype=torch.float64), self._like.device)
         num_tokens = numbers[0]
         dist.all_reduce(num_tokens, group=self._copies)

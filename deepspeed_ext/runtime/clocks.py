@@ -173,11 +173,7 @@ FORWARD, BACKWARD = "forward-compute", "backward-compute"
 
 
 class PhaseClock(Observer):
-    """Sums of the seconds of a step, by phase.
-
-    Args:
-        parts: whether to measure forwards and backwards, too.
-    """
+    """Sums of the seconds of a step, by phase; with `parts` of forwards and backwards, too."""
 
     def __init__(self, *, parts: bool) -> None:
         self.names = PHASES + (FORWARD, BACKWARD) * parts

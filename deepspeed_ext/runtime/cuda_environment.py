@@ -157,11 +157,7 @@ def check_cuda_environment(environment: Mapping[str, str], *, num_pipeline_ranks
 
 
 def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
-    """Compare the variables of all ranks of a run, and return a line of warning for each variable in which two differ.
-
-    Args:
-        by_rank: result of `compared_variables` on each rank.
-    """
+    """Compare the `compared_variables` of all ranks, and return a warning for each variable in which two differ."""
     warnings = []
     for name in dict.fromkeys(name for values in by_rank for name in values):
         first = by_rank[0].get(name)

@@ -42,15 +42,11 @@ class Executor:
     """Runs the stages of one pipeline rank, batch by batch.
 
     Args:
-        loss_scale: scales the loss of a token slice before backward.
-        observers: surround the computation of each op.
         accumulated: sums of the optimizer, to which the gradients of a backward are moved; None to leave them to torch.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
         gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
-        tallies: numbers that layers count.
         checks: whether to compare each stage in token slices with the whole, at its first token slice.
         key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
-        host_copies: settings of the copies to the host; None for no copies.
     """
 
     def __init__(

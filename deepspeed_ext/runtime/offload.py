@@ -101,11 +101,7 @@ class _HostCopy:
 
 
 class HostCopies:
-    """The host copies of one rank.
-
-    Args:
-        settings: settings of the copies; None if `begin` is not called.
-    """
+    """The host copies of one rank. Without settings they cannot `begin` a batch."""
 
     def __init__(self, device: torch.device, settings: HostCopySettings | None = None) -> None:
         self._device, self._settings, self._fitting = device, settings, settings

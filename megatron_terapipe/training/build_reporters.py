@@ -84,11 +84,7 @@ def _device_name() -> str:
 
 
 def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters:
-    """Return the reporters of the run's configuration, only on the first rank: loss and time are equal on all ranks.
-
-    Args:
-        refresh_report: called after each iteration of the metrics file.
-    """
+    """Return the reporters of the run on its first rank; `refresh_report` is called after each line of an iteration."""
     reporters = Reporters()
     if run.launch.rank != 0:
         return reporters

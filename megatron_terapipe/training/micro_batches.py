@@ -54,10 +54,9 @@ def loss_tokens(batch: MicroBatch) -> float:
 
 
 def documents_reader(data: DataConfig, *, numbered: bool = False) -> Callable[[MicroBatch], Documents] | None:
-    """Return the function that finds where the documents of a micro-batch begin; None if none are separated.
+    """Return the function that finds where documents of a micro-batch begin, `numbered` if layers read their numbers.
 
-    Args:
-        numbered: whether layers read the number of each token's document.
+    None if no documents are separated.
     """
     if not data.separates_documents:
         return None

@@ -91,11 +91,7 @@ class ExitConditions:
 
 @contextmanager
 def catch_sigterm(enabled: bool) -> Iterator[Callable[[], bool]]:
-    """Catch SIGTERM, and yield a function that returns whether it came.
-
-    Args:
-        enabled: if not, SIGTERM ends the process as usual.
-    """
+    """Catch SIGTERM if enabled, and yield a function that returns whether it came."""
     if not enabled:
         yield lambda: False
         return

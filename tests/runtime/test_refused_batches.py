@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_ext.plan.errors import UserError
 from tests.distributed import run_distributed
@@ -48,11 +49,25 @@ def _retried(setup: Setup) -> float:
         return engine.train_batch(feed(engine, setup)).item()
 
 
+def constant_at_first(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Counts no token of the first token slice."""
+    return torch.zeros(()) if logits.shape[1] == CUT[0] else models.loss_fn(logits, labels)
+
+
+def _constant_loss(setup: Setup) -> str:
+    engine = build(setup, loss_fn=constant_at_first)
+    with pytest.raises(UserError) as refused:
+        engine.train_batch(feed(engine, setup))
+    return str(refused.value)
+
+
 def _all(setups: list[Setup]) -> list[tuple[Any, ...]]:
     if setups[0].pp == 3:
         return [(_good(setup), _retried(setup)) for setup in setups]
     found = [(_good(setup), _train(setup, SHORT), _train(setup, [])) for setup in setups]
-    return [*found, _train(setups[0], [*models.batches(1, 2), SHORT[0]])] if setups[0].pp == 1 else found
+    if setups[0].pp == 1:
+        found += [_train(setups[0], [*models.batches(1, 2), SHORT[0]]), _constant_loss(setups[0])]
+    return found
 
 
 @pytest.mark.parametrize("world_size", SETUPS)
@@ -64,7 +79,9 @@ def test_another_batch_may_follow_one_that_was_refused(world_size: int) -> None:
             assert all("the data iterator ended at micro-batch 0 of a batch of 2" in line for line in of_none)
         if world_size == 1:
             # Not after one that ended in its middle.
-            lines, loss = by_setup[-1]
+            (lines, loss), constant = by_setup[-2:]
+            # Without backward of the first token slice, its keys and values would lose the gradients of later ones.
+            assert constant.startswith("the loss of token slice 0 depends on no weight") and "\n" not in constant
             assert "do not have the 24 tokens" in lines[0] and loss is None
             for line in lines[1:]:
                 assert line.startswith("an earlier batch ended in its middle (UserError: inputs of shape (2, 20)")

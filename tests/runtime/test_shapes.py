@@ -15,7 +15,7 @@ from deepspeed_ext.plan.schedules import forward_order, schedule_named
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import Reference
-from tests.runtime.training import ROWS, Setup, batches_of, build, feed
+from tests.runtime.training import ROWS, Setup, build, feed
 
 CUT = (9, 1, 8, 6)
 
@@ -44,8 +44,6 @@ def _launch(world_size: int) -> dict[str, Any]:
         [_messages_of(setup, keywords) for keywords in (KNOWN, ONCE, DYNAMIC)] for setup in SETUPS.get(world_size, ())
     ]
     found: dict[str, Any] = {"messages": messages}
-    if world_size == 1:
-        found["errors"] = _short_of_data_and_constant_loss()
     if world_size == 2:
         # Last the error that ends a neighbour.
         found |= {"losses": _changing_rows(), "errors": _longer_sequence_and_more_rows()}
@@ -175,26 +173,3 @@ def test_dynamic_shapes_change_within_a_step_and_others_after_a_reset() -> None:
     expected = [*dynamic, *dynamic, *(_whole(models.batches(2, rows, seed=rows)) for rows in (2, 1))]
     for found in launched(2):
         assert found["losses"] == pytest.approx(expected, rel=1e-6)
-
-
-# ---------------------------------------------------------------------- data that ends, losses that depend on nothing
-
-
-def constant_at_first(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Counts no token of the first token slice."""
-    return torch.zeros(()) if logits.shape[1] == CUT[0] else models.loss_fn(logits, labels)
-
-
-def _short_of_data_and_constant_loss() -> list[str]:
-    setup = Setup(cut=CUT)
-    return [
-        _error_of(build(setup), batches_of(setup, 0)[:1]),
-        _error_of(build(setup, loss_fn=constant_at_first), batches_of(setup, 0)),
-    ]
-
-
-def test_an_iterator_that_ends_and_a_loss_without_a_graph_are_named() -> None:
-    # Without backward of the first token slice, its keys and values would lose the gradients of later ones.
-    ((ended, constant),) = (found["errors"] for found in launched(1))
-    assert ended.startswith("the data iterator ended at micro-batch 1 of a batch of 2")
-    assert constant.startswith("the loss of token slice 0 depends on no weight") and "\n" not in constant

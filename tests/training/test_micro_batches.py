@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as draw
@@ -50,7 +49,7 @@ def batch_of(seq_length: int, mask: torch.Tensor, vocabulary: int = 13) -> Micro
 def test_parts_are_the_batch_with_weights_by_loss_tokens(token_slices: TokenSlices, data: draw.DataObject) -> None:
     seq_length = token_slices.seq_length
     row = draw.lists(draw.sampled_from([0.0, 1.0]), min_size=seq_length, max_size=seq_length)
-    mask = torch.tensor(data.draw(draw.tuples(row, row)), dtype=torch.float64)
+    mask = torch.tensor(data.draw(draw.tuples(row, row)), dtype=torch.float64)  # also of no token
     batch = batch_of(seq_length, mask)
     parts = split_batch(batch, token_slices)
     assert [part.inputs.shape[1] for part in parts] == list(token_slices.lengths)
@@ -64,14 +63,3 @@ def test_parts_are_the_batch_with_weights_by_loss_tokens(token_slices: TokenSlic
         for part, start, end in zip(parts, ends, ends[1:], strict=False)
     )
     torch.testing.assert_close(total, gpt_loss(logits_of(logits), (batch.labels, mask)), rtol=1e-13, atol=1e-14)
-
-
-def test_weights_are_shares_of_the_loss_bearing_tokens() -> None:
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0]])
-    parts = split_batch(batch_of(6, mask), TokenSlices((2, 1, 3)))
-    assert [float(part.loss_weight) for part in parts] == pytest.approx([0, 1 / 5, 4 / 5])
-
-
-def test_a_micro_batch_without_loss_bearing_tokens_weighs_nothing() -> None:
-    parts = split_batch(batch_of(6, torch.zeros(2, 6)), TokenSlices((2, 4)))
-    assert [float(part.loss_weight) for part in parts] == [0, 0]

@@ -167,11 +167,7 @@ _LOOK_S = 0.5
 
 
 class ProcessEnds:
-    """Processes, by names, and which of them have ended. For one thread.
-
-    Args:
-        wake: file descriptor that ends a wait when it has a byte to read.
-    """
+    """Processes, by names, and which of them have ended. For one thread, which a byte in the file `wake` wakes."""
 
     def __init__(self, wake: int) -> None:
         self._wake, self._num_reported = wake, 0
