@@ -143,13 +143,7 @@ def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, dr
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     chances = (logits / temperature).softmax(-1)
-    if top_p < 1:
-        chances = _nucleus(chances, top_p)
+    if top_p < 1:  # Without the tail (Holtzman et al., arXiv 1904.09751): a token stays if those before it fall short.
+        descending, order = chances.sort(descending=True)
+        chances = chances.index_fill(0, order[descending.cumsum(-1) - descending >= top_p], 0.0)
     return int(torch.multinomial(chances, 1, generator=draws))
-
-
-def _nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Chances without the tail (Holtzman et al., arXiv 1904.09751): a token stays if those before it fall short."""
-    descending, order = chances.sort(descending=True)
-    tail = descending.cumsum(-1) - descending >= top_p
-    return chances.index_fill(0, order[tail], 0.0)

@@ -43,6 +43,7 @@ LAYERS = f"{NAMES.blocks}."
 _OF_LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
 """Beginning of the name of a tensor of a transformer layer, with its number."""
 _MOST_LAYERS = 100_000
+_ENDS = ("embedding.", "output_layer.")
 _IN_BUFFERS = (
     "it is in buffers of the distributed optimizer's ranks; --ckpt-format torch_dist with "
     "--dist-ckpt-optim-fully-reshardable saves it by weight"
@@ -329,7 +330,7 @@ def _states_by_name(
         members = [
             (chunk, name, tensor)
             for chunk, name, tensor in weights
-            if (tensor.dim() > 1 and not name.endswith(".bias"), decoupled and _is_end(name)) == kind
+            if (tensor.dim() > 1 and not name.endswith(".bias"), decoupled and name.startswith(_ENDS)) == kind
         ]
         if len(members) != len(group["params"]):
             raise ValueError(f"group {number} has {len(group['params'])} weights, not {len(members)}")
@@ -344,10 +345,6 @@ def _states_by_name(
             if any(value.shape != tensor.shape for value in state.values()):
                 raise ValueError(f"the state of {name} has another shape")
             yield (chunk, name), state
-
-
-def _is_end(name: str) -> bool:
-    return name.startswith(("embedding.", "output_layer."))
 
 
 class DistributedWriter:

@@ -49,7 +49,10 @@ class MicroBatch:
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
         if masked_eod is not None:
             loss_mask[tokens == masked_eod] = 0.0
-        starts = () if separating_eod is None else tuple(_document_starts(row == separating_eod) for row in tokens)
+        starts: tuple[tuple[int, ...], ...] = ()
+        if separating_eod is not None:  # An end at the last position begins no document.
+            ends = ((row[:-1] == separating_eod).nonzero().flatten().tolist() for row in tokens)
+            starts = tuple((0, *(end + 1 for end in of_row)) for of_row in ends)
         return cls(tokens=tokens, labels=labels, loss_mask=loss_mask, document_starts=starts)
 
     def pin_memory(self) -> "MicroBatch":
@@ -64,11 +67,6 @@ class MicroBatch:
     def as_pipeline_batch(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return `(tokens, (labels, loss_mask))`, each [B, N]: inputs of the first and of the last stage."""
         return self.tokens, (self.labels, self.loss_mask)
-
-
-def _document_starts(ends: Tensor) -> tuple[int, ...]:
-    """Return where documents begin, given where tokens end one, bool [seq]; an end at the last position begins none."""
-    return (0, *(end + 1 for end in ends[:-1].nonzero().flatten().tolist()))
 
 
 _BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23

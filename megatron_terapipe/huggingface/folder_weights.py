@@ -174,7 +174,7 @@ class FolderWeights:
         weights = (name for name in self._tensors.names if names.is_weight(name, tied=tied))
         # From the name of a tensor in the rules to its name in this folder.
         self._spelled = {names.canonical(name): name for name in weights}
-        self._rules = lru_cache(maxsize=1)(self._rules_of_layer)
+        self._rules = lru_cache(maxsize=1)(lambda index: {rule.ours: rule for rule in rules_of(model, family, index)})
 
     def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
         """Return a weight [...] of a pipeline layer, whole: the rank is always 0."""
@@ -226,9 +226,6 @@ class FolderWeights:
                 f"{self._directory} has a tensor {own} with other values than {words}, and the model that it describes "
                 "ties them: set tie_word_embeddings to false in config.json to train both, as transformers 5 does"
             )
-
-    def _rules_of_layer(self, index: int) -> Mapping[str, WeightRule]:
-        return {rule.ours: rule for rule in rules_of(self._model, self._family, index)}
 
 
 def rules_of(model: ModelConfig, family: Family, index: int) -> list[WeightRule]:

@@ -211,6 +211,7 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
     def matrix(rule: Named) -> Named:
         return (lambda ours, kind: turned(rule(ours, kind))) if names.transposed else rule
 
+    of_router = {"weight": f"{names.router}.weight", "expert_bias": names.router_bias}
     norms = {
         "attention_norm": names.attention_norm,
         "attention_post_norm": names.attention_output_norm,
@@ -226,16 +227,11 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
         "mlp.up": matrix(_up(model, names.up, block)),
         "mlp.down": matrix(_plain(block + names.down)),
         "mlp": lambda ours, kind: same(ours, block + names.shared_gate),
-        "mlp.router": _router(names, block),
+        "mlp.router": lambda ours, kind: same(ours, block + of_router[kind]),
         "mlp.experts": _experts(model, names, block),
         "mlp.shared.up": _up(model, names.shared_up, block),
         "mlp.shared.down": _plain(block + names.shared_down),
     }
-
-
-def _router(names: TensorNames, block: str) -> Named:
-    own = {"weight": f"{names.router}.weight", "expert_bias": names.router_bias}
-    return lambda ours, kind: same(ours, block + own[kind])
 
 
 def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:

@@ -22,14 +22,22 @@ def model_of(checkpoints: Path, *more: str):
     return parse_arguments([*REST, "--load", str(checkpoints), *more]).model
 
 
-def test_the_model_needs_no_flags(checkpoints: Path) -> None:
-    assert model_of(checkpoints, "--use-checkpoint-args") == MODEL
-    assert model_of(checkpoints, "--use-checkpoint-shape") == MODEL
-
-
-def test_a_flag_overrides_the_checkpoint(checkpoints: Path) -> None:
-    found = model_of(checkpoints, "--use-checkpoint-args", "--seq-length", "16")
-    assert (found.seq_length, found.max_position_embeddings) == (16, 40)
+def test_flags_and_checkpoints_set_the_model(checkpoints: Path) -> None:
+    older = checkpoint_info(iteration=3)
+    older.model.update(hidden_size=64, kv_channels=16)
+    older.write(checkpoints / "global_step3")
+    ids = checkpoint_info(iteration=4)
+    ids.tokenizer.update(tokenizer_type="NullTokenizer", vocab_size=MODEL.vocab_size - 1)
+    ids.write(checkpoints / "global_step4")
+    older_model = replace(MODEL, hidden_size=64, kv_channels=16)
+    for flags, expected in (
+        ("--use-checkpoint-args", MODEL),
+        ("--use-checkpoint-shape", MODEL),
+        ("--use-checkpoint-args --seq-length 16", replace(MODEL, seq_length=16)),
+        ("--use-checkpoint-args --ckpt-step 3", older_model),
+        ("--use-checkpoint-args --ckpt-step 4 --tokenizer-type NullTokenizer", MODEL),
+    ):
+        assert model_of(checkpoints, *flags.split()) == expected, flags
 
 
 def test_the_positions_of_an_imported_model_are_no_length_of_sequences(checkpoints: Path) -> None:
@@ -41,23 +49,6 @@ def test_the_positions_of_an_imported_model_are_no_length_of_sequences(checkpoin
     assert (found.seq_length, found.max_position_embeddings) == (16, 40)
     replace(imported, iteration=3, consumed_samples=24).write(checkpoints / "global_step3")
     assert model_of(checkpoints, "--use-checkpoint-args", "--ckpt-step", "3").seq_length == MODEL.seq_length
-
-
-def test_an_older_checkpoint_may_be_chosen(checkpoints: Path) -> None:
-    older = checkpoint_info(iteration=3)
-    older.model["hidden_size"] = 64
-    older.model["kv_channels"] = 16
-    older.write(checkpoints / "global_step3")
-    assert model_of(checkpoints, "--use-checkpoint-args", "--ckpt-step", "3").hidden_size == 64
-    assert model_of(checkpoints, "--use-checkpoint-args").hidden_size == 32
-
-
-def test_a_null_tokenizer_has_the_vocabulary_size_of_the_checkpoint(checkpoints: Path) -> None:
-    info = checkpoint_info(iteration=3)
-    info.tokenizer.update(tokenizer_type="NullTokenizer", vocab_size=MODEL.vocab_size - 1)
-    info.write(checkpoints / "global_step3")
-    words = ["--use-checkpoint-args", "--ckpt-step", "3", "--tokenizer-type", "NullTokenizer"]
-    assert model_of(checkpoints, *words).vocab_size == MODEL.vocab_size
 
 
 @pytest.mark.parametrize(

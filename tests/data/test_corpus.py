@@ -22,22 +22,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def texts(path: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def test_speeches_come_oldest_first(package: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "count"), [([], 3), (["1"], 3), (["0.00002"], 2), (["0.000019"], 1), (["0.000001"], 1)]
+)
+def test_whole_speeches_come_oldest_first_up_to_a_limit(
+    package: Path, tmp_path: Path, limit: list[str], count: int
+) -> None:
     output = tmp_path / "c.jsonl"
-    assert corpus.main(["--output", str(output)]) == 0
-    assert texts(output) == ["Fellow\ncitizens", "caf\u00e9", "x" * 90]
+    assert corpus.main(["--output", str(output), *(["--limit-megabytes", *limit] if limit else [])]) == 0
+    found = [json.loads(line)["text"] for line in output.read_text(encoding="utf-8").splitlines()]
+    assert found == ["Fellow\ncitizens", "caf\u00e9", "x" * 90][:count]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.jsonl", "site"]
-
-
-@pytest.mark.parametrize(("limit", "count"), [("1", 3), ("0.00002", 2), ("0.000019", 1), ("0.000001", 1)])
-def test_a_limit_keeps_whole_speeches(package: Path, tmp_path: Path, limit: str, count: int) -> None:
-    output = tmp_path / "c.jsonl"
-    assert corpus.main(["--output", str(output), "--limit-megabytes", limit]) == 0
-    assert len(texts(output)) == count
 
 
 def test_without_the_package_the_error_has_the_command_to_install_it(

@@ -116,27 +116,21 @@ def test_ids_outside_the_vocabulary_name_the_tokenizer_of_the_data(tmp_path: Pat
         check(prefix, ByteTokenizer())
 
 
-def test_vocabularies_of_one_kind_and_size_are_distinguished(tmp_path: Path) -> None:
-    file = train_hugging_face(tmp_path)
-    prefix = preprocess(tmp_path, *with_tokenizer(file))
-    check(prefix, built(file))
-    described = json.loads(file.read_text())
-    ids = described["model"]["vocab"]
-    ids["x"], ids["y"] = ids["y"], ids["x"]
-    file.write_text(json.dumps(described))
-    with pytest.raises(DataError, match="another text"):
-        check(prefix, built(file))
-
-
-def test_more_special_tokens_are_no_other_vocabulary(tmp_path: Path) -> None:
+def test_vocabularies_of_one_size_are_distinguished_and_more_special_tokens_are_no_other_one(tmp_path: Path) -> None:
     file = train_hugging_face(tmp_path)
     prefix = preprocess(tmp_path, *with_tokenizer(file), "--append-eod")
+    check(prefix, built(file), reads_ends=True)
     described = json.loads(file.read_text())
     added = {**described["added_tokens"][0], "id": built(file).vocab_size, "content": "<pad>"}
     described["added_tokens"].append(added)
     file.write_text(json.dumps(described))
     assert built(file).vocab_size == TokenizerRecord.read(prefix).vocab_size + 1
     check(prefix, built(file), reads_ends=True)
+    ids = described["model"]["vocab"]
+    ids["x"], ids["y"] = ids["y"], ids["x"]
+    file.write_text(json.dumps(described))
+    with pytest.raises(DataError, match="another text"):
+        check(prefix, built(file))
 
 
 def test_sentence_piece_accepts_its_own_data(tmp_path: Path) -> None:

@@ -38,12 +38,7 @@ LLAMA: dict[str, Any] = COMMON | {
 }
 MODELS: dict[str, ModelConfig] = {
     "gpt2": ModelConfig(**COMMON),
-    "gpt2-untied-relu": ModelConfig(**COMMON, activation="relu", untie_embeddings_and_output_weights=True),
-    "gpt2-exact-gelu": ModelConfig(**COMMON, activation="gelu-exact", ffn_hidden_size=100),
     "llama": ModelConfig(**LLAMA),
-    "llama-tied-biased-wide-heads": ModelConfig(
-        **LLAMA | {"disable_bias_linear": False, "untie_embeddings_and_output_weights": False, "kv_channels": 16}
-    ),
     "llama-one-group": ModelConfig(**LLAMA | {"num_key_value_heads": 1}),
 }
 

@@ -43,7 +43,10 @@ def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
     ("options", "part"),
     [
         ("--prompt=", "the prompt is empty: "),
-        (f"--prompt {'a' * 30} --max-new-tokens 11", "30 tokens of prompt and 11 new are more than the 40"),
+        (
+            f"--prompt {'a' * 30} --max-new-tokens 11",
+            "40 positions of the model: shorten the prompt, or ask for 10 new tokens or fewer",
+        ),
         (f"--prompt {'a' * 41}", "41 tokens of prompt and 1 new are more than the 40 positions"),
         ("--prompt a --max-new-tokens 0", "--max-new-tokens 0"),
         ("--prompt a --temperature -1", "--temperature -1"),

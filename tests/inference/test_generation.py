@@ -10,7 +10,7 @@ import torch
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.errors import CheckpointError, ConfigError
+from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.inference import WholeModel, generate
 from tests.inference.checkpoints import MODEL, write_checkpoint
 from tests.model.configs import HYBRID, OF_FAMILIES, model_config
@@ -140,11 +140,3 @@ def test_the_padding_of_the_vocabulary_is_never_drawn(model: WholeModel) -> None
     drawn = {next(generate(model, PROMPT, 1, temperature=100.0, seed=seed, **LIMITS)) for seed in range(60)}
     assert max(drawn) < 257 < padded
     assert len(drawn) > 40
-
-
-def test_prompts_and_numbers_of_tokens_are_checked(model: WholeModel) -> None:
-    with pytest.raises(ConfigError, match="the prompt is empty: "):
-        next(generate(model, [], 5, **LIMITS))
-    with pytest.raises(ConfigError, match=r"15 tokens .* 26 new .* 40 positions .* 25 new tokens or fewer"):
-        next(generate(model, PROMPT, 26, **LIMITS))
-    assert len(list(generate(model, PROMPT, 25, **LIMITS))) == 25

@@ -27,13 +27,12 @@ class Kind:
     fits: Callable[[Any], bool]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
 COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
 NATURAL = Kind("a whole number, 0 or more", lambda value: type(value) is int and value >= 0)
-NUMBER = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
+NUMBER = Kind(
+    "a number above 0",
+    lambda value: isinstance(value, int | float) and value is not True and isfinite(value) and value > 0,
+)
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 WORD = Kind("a word", lambda value: isinstance(value, str))
 WORDS = Kind("a list of words", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
@@ -151,10 +150,6 @@ Fields = Mapping[str, Any]
 """Fields of the model section by name, as far as they are known."""
 
 
-def _writes_nothing(model: ModelConfig) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Some keys of `config.json`, and the fields of the model section that mean the same."""
@@ -163,7 +158,7 @@ class Setting:
     read: Callable[[SettingsFile, Fields], Fields]
     """From a file, and the fields that the settings before have read, to fields. Raises a `ConfigError` for values that
     our models cannot have."""
-    write: Callable[[ModelConfig], Mapping[str, Any]] = _writes_nothing
+    write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}
     """From a model to the keys, the nearest that the family has to it: `Family.differences` reads them again."""
 
 
