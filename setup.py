@@ -89,8 +89,6 @@ setup(
         "logging": LOGGING,
         # Curves of benchmarks/convergence.py, and the tables that benchmarks/kernel_efficiency.py reads.
         "bench": ["matplotlib>=3.9", "pyarrow>=16.1"],
-        # The fault suite (make faults): inputs that reach new code. Without it they are made by chance alone.
-        "faults": ["atheris>=3"],
         # The documentation site: make docs.
         "docs": DOCS,
         # To change this project: all that its tests and checks use.

@@ -34,10 +34,9 @@ from typing import Any
 from megatron_terapipe.command.commands import COMMANDS
 from megatron_terapipe.search.machine.launcher import free_port
 from tests.distributed import fork_server
+from tests.end_to_end.launching import TIMEOUT_S, environment
 
 NAMES = ("python", "python3", "terapipe", "deepspeed")
-TIMEOUT_S = 900.0
-"""Longer than anything takes on a busy machine."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONLY_FLAGS = "WARM_PROGRAMS_ONLY_READ_FLAGS"
 """Variable with which a program ends, successfully, as soon as its flags are read."""
@@ -81,10 +80,9 @@ def programs() -> Path:
 
 def variables(**more: str) -> dict[str, str]:
     """Environment of a user's shell on a host without GPUs, with our programs first."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
-    kept = {name: value for name, value in os.environ.items() if name not in launchers}
-    path = os.pathsep.join([str(programs()), kept.get("PATH", "")])
-    return kept | {"PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | more
+    found = environment(**more)
+    del found["PYTHONPATH"]
+    return found | {"PATH": os.pathsep.join([str(programs()), found.get("PATH", "")])}
 
 
 def run(

@@ -47,12 +47,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """The trainer on two ranks of this machine, started by DeepSpeed's launcher; or a program that makes it fail.
+    """The trainer on two ranks of this machine, started by DeepSpeed's launcher.
 
     Args:
         folder: where it runs.
         trainer_flags: of the run.
-        program: to run; default: the trainer.
         launcher: words of another launcher.
         **variables: of the environment.
     """
@@ -62,7 +61,6 @@ class Launch:
         folder: Path,
         trainer_flags: Sequence[str],
         *,
-        program: Path = PRETRAIN,
         launcher: Sequence[str] = (),
         **variables: str,
     ) -> None:
@@ -70,7 +68,7 @@ class Launch:
         self._mark = f"LAUNCH_UNDER_TEST={uuid.uuid4()}"
         name, value = self._mark.split("=")
         launcher = launcher or (str(DEEPSPEED), "--num_accelerators", "2", "--master_port", str(free_port()))
-        command = [*launcher, program, *trainer_flags]
+        command = [*launcher, PRETRAIN, *trainer_flags]
         self._log = (folder / f"log_{value}.txt").open("w+")
         self._process = subprocess.Popen(
             command,
@@ -188,6 +186,11 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     objects = [json.loads(line) for line in path.read_text().splitlines()]
     metrics = [each for each in objects if "event" not in each]
     return [each for each in metrics if "lm_loss" in each], [each for each in metrics if "lm_loss" not in each]
+
+
+def losses(path: Path) -> list[float]:
+    """Losses of the iterations in a metrics file."""
+    return [each["lm_loss"] for each in read_metrics(path)[0]]
 
 
 def num_metrics(path: Path) -> int:

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from benchmarks.measuring.report import Section, one_line, progress, publish, software
 from tests.faults.campaign import Campaign, Settings, add, table
-from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, signals, soak
+from tests.faults.campaigns import bad_numbers, damage, data, disk, hangs, hosts, kills, saving, signals, soak
 from tests.faults.fuzzing import fuzz
 
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
-    "attacks": ("Attacks", attacks.campaign),
     "saving": ("Kills while saving", saving.campaign),
     "damage": ("Damaged checkpoints", damage.campaign),
     "disk": ("Disks", disk.campaign),

@@ -1,12 +1,21 @@
 """Wrong numbers put into a rank while it trains: in the loss, a gradient, a weight or a state of the optimizer."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 from unittest.mock import patch
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.plan.ops import Op, OpKind
@@ -14,6 +23,7 @@ from deepspeed_ext.runtime.gradients.reductions import accumulated_gradient
 from deepspeed_ext.runtime.health.states import states_of
 from megatron_terapipe.training import build_engine as engines
 from megatron_terapipe.training import trainer
+from tests.end_to_end.launching import train_on_this_rank
 
 Kind = Literal["loss", "output", "gradient", "weight gradient", "weight", "state", "bit", "spike"]
 """Where the number is wrong. `gradient` is that of a layer's output, `bit` flips one bit of a weight, and `spike`
@@ -135,8 +145,8 @@ def injected(fault: Fault | None) -> Iterator[None]:
         return
     build = engines.build_engine
 
-    def build_with_fault(*given: Any) -> Any:
-        engine = build(*given)
+    def build_with_fault(*given: Any, **named: Any) -> Any:
+        engine = build(*given, **named)
         Injection(engine, fault)
         return engine
 
@@ -145,3 +155,14 @@ def injected(fault: Fault | None) -> Iterator[None]:
         if fault.saved:
             patched.enter_context(patch.object(trainer, "refuse_bad_states"))
         yield
+
+
+def train_with_fault(words: Sequence[str], fault: Fault | None) -> tuple[int, str]:
+    """Train on this rank: a function for `run_distributed`. Returns the exit code and the output."""
+    torch.set_num_threads(1)
+    engines.LAUNCHER_NOTICES_S = 0  # there is none
+    # DeepSpeed asks for a CPU with fast fp16; slow will do.
+    get_accelerator().is_fp16_supported = lambda: True
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output), injected(fault):
+        return train_on_this_rank(words), output.getvalue()

@@ -1,26 +1,13 @@
 """A run that bad numbers end is resumed bit for bit, and two runs with one seed are equal to the bit."""
 
-import io
-from contextlib import redirect_stderr
 from pathlib import Path
 
-import torch
-
-from megatron_terapipe.training import build_engine
 from tests.distributed import run_distributed
-from tests.end_to_end.launching import error_lines, flags, read_metrics, train_on_this_rank
-from tests.faults.injection import Fault, injected
+from tests.end_to_end.launching import error_lines, flags, read_metrics
+from tests.faults.injection import Fault, train_with_fault
 
 RANDOM = "--hidden-dropout 0.1 --attention-dropout 0.1 --num-workers 3 --eval-iters 0 --train-iters 4".split()
 """All flags with randomness or threads."""
-
-
-def _train(words: list[str], fault: Fault | None) -> tuple[int, list[str]]:
-    torch.set_num_threads(1)
-    build_engine.LAUNCHER_NOTICES_S = 0  # there is none
-    errors = io.StringIO()
-    with redirect_stderr(errors), injected(fault):
-        return train_on_this_rank(words), error_lines(errors.getvalue())
 
 
 def _weights(directory: Path) -> dict[str, bytes]:
@@ -30,7 +17,7 @@ def _weights(directory: Path) -> dict[str, bytes]:
 def test_a_run_stops_before_a_bad_update_and_resumes_bit_for_bit(data: Path, tmp_path: Path) -> None:
     def train(name: str, *more: object, fault: Fault | None = None) -> list[tuple[int, list[str]]]:
         words = flags(data, *RANDOM, "--save", tmp_path / name, "--metrics-file", tmp_path / f"{name}.jsonl", *more)
-        return run_distributed(_train, 2, words, fault)
+        return [(code, error_lines(output)) for code, output in run_distributed(train_with_fault, 2, words, fault)]
 
     def numbers(name: str) -> list[tuple[float, float]]:
         return [(each["lm_loss"], each["grad_norm"]) for each in read_metrics(tmp_path / f"{name}.jsonl")[0]]

@@ -19,12 +19,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 from tests.end_to_end.hosts import link
+from tests.end_to_end.launching import TIMEOUT_S, environment
 
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "pdsh")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -81,6 +83,26 @@ class Host:
         inside = ["ip", "netns", "exec", self.name, *self._on_core, *here, "sh", "-c", script, self.name]
         return [*inside, *map(str, words)]
 
+    def start(self, words: Sequence[object], folder: Path, **more: str) -> "subprocess.Popen[bytes]":
+        """Start a command on this host, with more variables set; its output goes into `log.txt` of a folder."""
+        with (folder / "log.txt").open("w") as log:
+            return subprocess.Popen(
+                self.command(words), cwd=folder, env=environment(**more), stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def run(self, words: Sequence[object], folder: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host to its end, with more variables set; its errors are in its output."""
+        return subprocess.run(
+            self.command(words),
+            cwd=folder,
+            env=environment(**more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
     def processes(self) -> dict[int, str]:
         """Return the command lines of all processes that were started on this host, by their numbers here."""
         found = {}
@@ -116,6 +138,13 @@ class Network:
     def hostfile(self, slots: int = 1) -> str:
         """Return the text of a hostfile with so many slots on each host."""
         return "".join(f"{host.name} slots={slots}\n" for host in self.hosts)
+
+    def wait_for_all(self) -> None:
+        """Wait until no process runs on any host."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(host.processes() for host in self.hosts):
+            assert time.monotonic() < deadline, [host.processes() for host in self.hosts]
+            time.sleep(0.05)
 
     def limit_rate(self, rate_mbit: float) -> None:
         """Let every host send no faster than this."""

@@ -77,6 +77,4 @@ def _wait(made: Network, variables: dict[str, str]) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"Slurm is not ready after {READY_S} s: {states}")
         time.sleep(0.2)
-        words = ["env", *(f"{name}={value}" for name, value in variables.items()), "sinfo", "-N", "-h", "-o", "%T"]
-        done = subprocess.run(made.hosts[0].command(words), capture_output=True, text=True, check=False)
-        states = done.stdout or done.stderr
+        states = made.hosts[0].run(["sinfo", "-N", "-h", "-o", "%T"], **variables).stdout

@@ -116,7 +116,4 @@ def test_nothing_is_left_of_a_doctor_that_is_interrupted(two_hosts: Network, tmp
             if "megatron_terapipe.doctor --hostfile" in line:
                 os.kill(pid, signal.SIGINT)
         assert process.communicate(timeout=60)[1] == "interrupted\n"
-    deadline = time.monotonic() + 60
-    while any(host.processes() for host in two_hosts.hosts):
-        assert time.monotonic() < deadline, [host.processes() for host in two_hosts.hosts]
-        time.sleep(0.05)
+    two_hosts.wait_for_all()

@@ -47,7 +47,4 @@ def test_nothing_is_left_on_any_host(killed: str, two_hosts: Network, tmp_path: 
         if line.startswith("ssh ") if killed == "ssh" else line.startswith(f"{sys.executable} -c"):
             os.kill(pid, signal.SIGTERM if killed.startswith("none") else signal.SIGKILL)
     launch.wait(60)
-    deadline = time.monotonic() + 60
-    while any(host.processes() for host in two_hosts.hosts):
-        assert time.monotonic() < deadline, [host.processes() for host in two_hosts.hosts]
-        time.sleep(0.05)
+    two_hosts.wait_for_all()

@@ -11,7 +11,7 @@ from megatron_terapipe.search.machine.supervisor import VARIABLE
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.hosts import cuda_variables
 from tests.end_to_end.hosts.network import Network
-from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, TIMEOUT_S, environment, error_lines, flags, read_metrics
+from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, error_lines, flags, read_metrics
 
 pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
 
@@ -23,17 +23,7 @@ def launch(
     (folder / "hostfile").write_text(two_hosts.hostfile())
     # The launcher passes on only variables of a few names, and those of this file.
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nCUDA_MODULE_LOADING=LAZY\n")
-    command = [DEEPSPEED, "--hostfile", "hostfile", program, *trainer_flags]
-    return subprocess.run(
-        two_hosts.hosts[0].command(command),
-        cwd=folder,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    return two_hosts.hosts[0].run([DEEPSPEED, "--hostfile", "hostfile", program, *trainer_flags], folder, **variables)
 
 
 def test_a_pipeline_over_two_hosts_trains_as_on_one(

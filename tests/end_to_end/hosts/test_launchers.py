@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,23 +10,8 @@ import pytest
 from tests.end_to_end.hosts import meeting
 from tests.end_to_end.hosts.network import SEARCH_PATH, Network
 from tests.end_to_end.hosts.slurm import missing_slurm, slurm
-from tests.end_to_end.launching import TIMEOUT_S, environment
 
 pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
-
-
-def run(two_hosts: Network, words: list[object], **variables: str) -> None:
-    """Run a command on the first host."""
-    done = subprocess.run(
-        two_hosts.hosts[0].command(words),
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def check(folder: Path, places: list[tuple[int, int]]) -> None:
@@ -44,7 +28,8 @@ def test_mpirun(two_hosts: Network, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text(two_hosts.hostfile())
     words = ["mpirun", "--allow-run-as-root", "-np", "2", "-hostfile", tmp_path / "hostfile"]
     words += ["-x", "PYTHONPATH", "-x", "DS_ACCELERATOR", sys.executable, meeting.__file__, tmp_path]
-    run(two_hosts, words)
+    done = two_hosts.hosts[0].run(words)
+    assert done.returncode == 0, done.stdout
     check(tmp_path, [(0, 1), (0, 1)])
 
 
@@ -53,5 +38,7 @@ def test_srun(two_hosts: Network, tmp_path: Path) -> None:
         pytest.skip(reason)
     (tmp_path / "slurm").mkdir()
     with slurm(two_hosts, tmp_path / "slurm") as variables:
-        run(two_hosts, ["srun", "-N2", "-n3", sys.executable, meeting.__file__, tmp_path], **variables)
+        words = ["srun", "-N2", "-n3", sys.executable, meeting.__file__, tmp_path]
+        done = two_hosts.hosts[0].run(words, **variables)
+    assert done.returncode == 0, done.stdout
     check(tmp_path, [(0, 2), (1, 2), (0, 1)])

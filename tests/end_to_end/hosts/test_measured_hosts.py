@@ -1,7 +1,6 @@
 """Two hosts are measured through DeepSpeed's launcher, and the profile prices four of them."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from megatron_terapipe.search.price.profile import read_profile
 from tests.end_to_end.hosts.network import Network, missing, network
-from tests.end_to_end.launching import DEEPSPEED, TIMEOUT_S, environment
+from tests.end_to_end.launching import DEEPSPEED
 
 pytestmark = [pytest.mark.hosts, pytest.mark.thorough]
 
@@ -37,17 +36,10 @@ def test_a_profile_of_two_hosts_prices_more_of_them(slow_hosts: Network, tmp_pat
     (tmp_path / "cluster.json").write_text(json.dumps({"nodes": [node]}))
 
     def search(*words: str) -> str:
+        path = f"{DEEPSPEED.parent}:/usr/bin:/bin:/usr/sbin:/sbin"
         command = [sys.executable, "-m", "megatron_terapipe.search", *words]
-        done = subprocess.run(
-            slow_hosts.hosts[0].command(command),
-            cwd=tmp_path,
-            env=environment(DS_ACCELERATOR="cpu", PATH=f"{DEEPSPEED.parent}:/usr/bin:/bin:/usr/sbin:/sbin"),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = slow_hosts.hosts[0].run(command, tmp_path, PATH=path)
+        assert done.returncode == 0, done.stdout
         return done.stdout
 
     sizes = ("--micro-batch-size", "1", "--num-token-slices", "1", "--budget-s", "1")

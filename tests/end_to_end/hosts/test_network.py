@@ -25,8 +25,7 @@ with network(1, Path(sys.argv[1])):
 def reaches(host: Host, other: Host, seconds: int = 5) -> bool:
     """Whether ssh reaches the other host by its name, and finds itself there."""
     ssh = ["ssh", "-o", f"ConnectTimeout={seconds}", other.name, "hostname"]
-    done = subprocess.run(host.command(ssh), capture_output=True, text=True, check=False)
-    return done.stdout == f"{other.name}\n"
+    return host.run(ssh).stdout == f"{other.name}\n"
 
 
 def test_links_are_cut_delayed_and_restored(two_hosts: Network) -> None:

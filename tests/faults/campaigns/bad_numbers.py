@@ -1,23 +1,18 @@
 """Bad numbers: NaN and infinity, jumps of the loss, and copies that differ, in every precision and layout.
 
-Each run is launched as a user launches it, on two ranks. The fault comes in iteration 3 of 6. A run that ended by a bad
+Each run has two ranks. The fault comes in iteration 3 of 6. A run that ended by a bad
 loss or gradient is then resumed without the fault, and must continue as a run without it, to the bit.
 """
 
-import json
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.distributed import run_distributed
 from tests.end_to_end.corpus import write_corpus
-from tests.end_to_end.launching import ROOT, Launch, error_lines, flags, read_metrics
+from tests.end_to_end.launching import error_lines, flags, losses
 from tests.faults.campaign import Outcome, Settings
-from tests.faults.injection import Fault
-
-PROGRAM = ROOT / "tests" / "faults" / "pretrain_with_fault.py"
-PROMISED_S = 60.0
-"""Seconds from the last iteration that was reported to the end of the last process."""
+from tests.faults.injection import Fault, train_with_fault
 
 LAYOUTS = {
     "pp 2": (),
@@ -211,7 +206,6 @@ def _together(case: Case, outcomes: Sequence[Outcome]) -> Outcome:
         outcomes[0],
         fault=f"{case.title} ({len(outcomes)} layouts and precisions)",
         tried=len(outcomes),
-        longest_s=max((each.longest_s for each in outcomes if each.longest_s is not None), default=None),
         broken=tuple(line for each in outcomes for line in each.broken),
     )
 
@@ -222,60 +216,50 @@ def _words(folder: Path, data: Path, layout: str, precision: str) -> list[str]:
     return flags(data, *LAYOUTS[layout], *PRECISIONS[precision], *paths)
 
 
-def _launch(folder: Path, words: Sequence[str], fault: Fault | None) -> Launch:
-    described = {} if fault is None else {"FAULT": json.dumps(asdict(fault))}
-    return Launch(folder, words, program=PROGRAM, **described)
-
-
-def _losses(folder: Path) -> list[float]:
-    return [each["lm_loss"] for each in read_metrics(folder / "metrics.jsonl")[0]]
+def _train(words: Sequence[str], fault: Fault | None) -> tuple[int, str]:
+    """The first exit code of both ranks that is not 0, and their output."""
+    (first, output), (second, other) = run_distributed(train_with_fault, 2, words, fault)
+    return first or second, output + other
 
 
 def _sound_losses(folder: Path, data: Path, layout: str, precision: str) -> list[float]:
     """Losses of a run without a fault."""
-    run = _launch(folder, _words(folder, data, layout, precision), None)
-    assert run.wait() == 0, run.output()
-    return _losses(folder)
+    code, output = _train(_words(folder, data, layout, precision), None)
+    assert code == 0, output
+    return losses(folder / "metrics.jsonl")
 
 
 def _outcome(case: Case, folder: Path, data: Path, layout: str, precision: str, sound: Sequence[float]) -> Outcome:
     """Outcome of a fault in one setup."""
     words = _words(folder, data, layout, precision)
     if case.becomes == REFUSED:
-        run = _launch(folder, words, case.fault)
-        assert run.wait() == 0, run.output()
-        run = _launch(folder, [*words, "--load", str(folder / "checkpoints"), *case.more], None)
+        code, output = _train(words, case.fault)
+        assert code == 0, output
+        code, output = _train([*words, "--load", str(folder / "checkpoints"), *case.more], None)
     else:
-        run = _launch(folder, [*words, *case.more], case.fault)
-    code = run.wait()
-    # The file of metrics is written with every iteration.
-    took = None if case.becomes in (CONTINUES, REFUSED) else time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    lines = error_lines(run.output())
+        code, output = _train([*words, *case.more], case.fault)
+    lines = error_lines(output)
     if case.becomes == CONTINUES:
-        lines = [line.strip() for line in run.output().splitlines() if line.startswith(" skipped")]
+        lines = [line.strip() for line in output.splitlines() if line.startswith(" skipped")]
     message = lines[0] if lines else ""
     where = f"{layout}, {precision}: "
     broken = [f"{where}{text!r} is not in {message!r}" for text in case.message if text not in message]
     broken += [f"{where}exit code {code}"] if (code == 0) != (case.becomes == CONTINUES) else []
     broken += [f"{where}{len(lines)} lines"] if case.message and len(lines) != 1 else []
-    broken += [f"{where}a traceback"] if "Traceback" in run.output() else []
-    broken += [f"{where}{len(run.survivors())} processes left"] if run.survivors() else []
     latest = folder / "checkpoints" / "latest"
     if case.becomes == ENDS and latest.exists():
         broken.append(f"{where}{latest.read_text()} was saved")
     if case.becomes == RESUMES:
         broken += [where + line for line in _resumed(case, folder, words, sound)]
-    return Outcome(
-        fault=case.title, tried=1, longest_s=took, promised_s=PROMISED_S, message=message, broken=tuple(broken)
-    )
+    return Outcome(fault=case.title, tried=1, message=message, broken=tuple(broken))
 
 
 def _resumed(case: Case, folder: Path, words: Sequence[str], sound: Sequence[float]) -> Iterator[str]:
     """Yield faults of the run that resumes without the fault."""
-    run = _launch(folder, [*words, "--load", str(folder / "checkpoints")], None)
-    if run.wait() != 0:
-        yield f"resuming ended with {(error_lines(run.output()) or ['a traceback'])[0]!r}"
+    code, output = _train([*words, "--load", str(folder / "checkpoints")], None)
+    if code != 0:
+        yield f"resuming ended with {error_lines(output)[:1]}"
     elif case.more:
         return  # what was skipped is not trained on again
-    elif _losses(folder) != list(sound):
+    elif losses(folder / "metrics.jsonl") != list(sound):
         yield "the losses are not those of a run without the fault"

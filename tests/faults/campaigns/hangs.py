@@ -7,7 +7,6 @@ end, and the run must resume from its last checkpoint with equal losses.
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,8 +24,8 @@ from tests.end_to_end.launching import (
     environment,
     flags,
     launch,
+    losses,
     num_metrics,
-    read_metrics,
 )
 from tests.faults.campaign import Outcome, Settings, ending, until
 from tests.faults.stop_at import PLACES, RUN_AT_START, STOPPED
@@ -67,7 +66,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
                 if layout not in references:
                     folder = settings.folder / layout.replace(" ", "-")
                     launch(folder, flags(data, *LAYOUTS[layout], *_SAVES))
-                    references[layout] = _losses(folder)
+                    references[layout] = losses(folder / "metrics.jsonl")
                 folder = settings.folder / f"{layout}-{place}-{rank}".replace(" ", "-")
                 yield _Stop(layout, place, rank, folder, data).outcome(references[layout])
     yield from _between_hosts(settings, data)
@@ -112,7 +111,7 @@ class _Stop:
         again = Launch(self.folder, flags(self.data, *LAYOUTS[self.layout], *_SAVES, *load))
         if again.wait():
             return ["it does not continue"]
-        found = _losses(self.folder)
+        found = losses(self.folder / "metrics.jsonl")
         first = 2 if saved else 0
         return ["other losses"] * (found[-len(expected[first:]) :] != expected[first:])
 
@@ -146,14 +145,8 @@ class _HostsRun:
         (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
         words: list[Any] = [DEEPSPEED, "--hostfile", "hostfile", PRETRAIN]
         words += flags(data, *_WITH_TIMEOUT, "--train-iters", 10**6, "--save-interval", 10**6)
-        with (folder / "log.txt").open("w") as log:
-            self._process = subprocess.Popen(
-                hosts.hosts[0].command(words),
-                cwd=folder,
-                env=environment(PDSH_SSH_ARGS_APPEND=f"-o ServerAliveInterval={SSH_S // 3} -o ServerAliveCountMax=3"),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        keep_alive = f"-o ServerAliveInterval={SSH_S // 3} -o ServerAliveCountMax=3"
+        self._process = hosts.hosts[0].start(words, folder, PDSH_SSH_ARGS_APPEND=keep_alive)
 
     def ended_by(self, name: str, make: Callable[[], object]) -> Outcome:
         """Outcome of a fault of the network that does not pass."""
@@ -219,7 +212,3 @@ class _HostsRun:
 
     def _log(self) -> list[str]:
         return (self._folder / "log.txt").read_text().splitlines() or [""]
-
-
-def _losses(folder: Path) -> list[float]:
-    return [each["lm_loss"] for each in read_metrics(folder / "metrics.jsonl")[0]]

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_terapipe.strategy import Strategy
 from tests.end_to_end.hosts.network import SEARCH_PATH, Host, Network, missing, network
 from tests.end_to_end.hosts.slurm import missing_slurm, slurm
-from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, environment, flags, num_metrics
+from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, flags, num_metrics
 from tests.faults.campaign import Outcome, Settings, until
 
 BEGUN_S = 300.0
@@ -89,14 +89,7 @@ def _trial(hosts: Network, folder: Path, *, iterations: int, limit_s: float) -> 
     words += ["--strategies", "strategies.jsonl", "--global-batch-size", "4", "--iterations", str(iterations)]
     words += ["--timeout-s", str(limit_s)]
     path = f"{DEEPSPEED.parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
-    with (folder / "log.txt").open("w") as log:
-        return subprocess.Popen(
-            hosts.hosts[0].command(words),
-            cwd=folder,
-            env=environment(DS_ACCELERATOR="cpu", PATH=path),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    return hosts.hosts[0].start(words, folder, PATH=path)
 
 
 def _launchers(hosts: Network, folder: Path) -> Iterator[tuple[str, list[Any], dict[str, str]]]:
@@ -126,14 +119,7 @@ def _killed_rank(hosts: Network, name: str, words: Sequence[Any], variables: dic
     path = f"{DEEPSPEED.parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    with (folder / "log.txt").open("w") as log:
-        run = subprocess.Popen(
-            hosts.hosts[0].command([*words, *trainer, "--metrics-file", metrics]),
-            cwd=folder,
-            env=environment(DS_ACCELERATOR="cpu", PATH=path, **variables),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    run = hosts.hosts[0].start([*words, *trainer, "--metrics-file", metrics], folder, PATH=path, **variables)
     longest_s, broken = _made(hosts, run, hosts.hosts[1], lambda: _trains(metrics), _is_rank, signal.SIGKILL)
     # Where a rank was alone on its host, its launcher is the one that knows.
     signs = ("error: rank 1", "process rank 1", "return code = -9", "Killed")
