@@ -187,7 +187,9 @@ class CheckpointInfo:
                 raise ValueError(f"it lacks {missing!r}")
             facts = {name: found.get(name, default) for name, default in needed.items()}
             check_run(facts)
-            _check_tag(directory, facts["iteration"])
+            match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
+            if match and int(match[1]) != facts["iteration"]:
+                raise ValueError(f"iteration is {facts['iteration']}, and the directory is named {directory.name}")
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"checkpoint {directory} has no readable {RUN_FILE} ({first_line(error)}): load one that this trainer "
@@ -333,10 +335,3 @@ class CheckpointInfo:
                     f"the checkpoint has {flag(name)} {theirs}, this run {ours.get(name)}: "
                     f"set {flag(name)} {theirs}, or {otherwise}"
                 )
-
-
-def _check_tag(directory: Path, iteration: int) -> None:
-    """Check that a directory has the name of its iteration."""
-    match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
-    if match and int(match[1]) != iteration:
-        raise ValueError(f"iteration is {iteration}, and the directory is named {directory.name}")

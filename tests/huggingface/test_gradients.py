@@ -42,20 +42,8 @@ TRAINED = [
 ]
 """All models of each family with layers of their own kind. The others differ in names and sizes."""
 SHARED_BY_TENSOR_RANKS = [
-    "gpt2",
-    "llama-3.1",
-    "qwen3",
-    "olmo2",
-    "gpt_neox",
-    "phi3",
-    "granite",
-    "glm4_moe",
-    "nemotron_h",
-    "qwen3_next",
-    "qwen3_5",
-    "gptj",
-    "cohere",
-    "olmo",
+    *("gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "glm4_moe", "nemotron_h", "qwen3_next"),
+    *("qwen3_5", "gptj", "cohere", "olmo"),
 ]
 """One model for each order of the weights of a layer."""
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.records import (
@@ -110,41 +109,22 @@ def write_timeline(directory: Path) -> Path:
 
 def write_answer(path: Path, strategy: Strategy = STRATEGY) -> Path:
     """Write an answer of the search that predicts 0.4 s, and return its file."""
-    memory = RankMemory(
-        weights=1e9,
-        gradients=1e9,
-        optimizer=0.0,
-        activations=1e9,
-        key_values=0.0,
-        logits=0.0,
-        buffers=0.0,
-        framework=0.0,
-    )
+    nothing = [dict.fromkeys((each.name for each in fields(kind)), 0.0) for kind in (RankMemory, TimeBreakdown)]
+    memory = RankMemory(**nothing[0] | {"weights": 1e9, "gradients": 1e9, "activations": 1e9})
     breakdown = TimeBreakdown(
-        compute_s=0.3,
-        tensor_parallel_s=0.0,
-        bubble_s=0.08,
-        transfer_s=0.01,
-        gradient_reduction_s=0.0,
-        shared_weight_s=0.0,
-        optimizer_s=0.01,
-        fixed_s=0.0,
+        **nothing[1] | {"compute_s": 0.3, "bubble_s": 0.08, "transfer_s": 0.01, "optimizer_s": 0.01}
     )
     prediction = Prediction(
         iteration_time_s=0.4, bubble_ratio=0.2, breakdown=breakdown, memory=(memory, memory), interval_s=(0.35, 0.6)
     )
-    speed = {"tokens_per_s": 160.0, "tokens_per_s_per_device": 80.0, "tflops_per_device": 125.0}
-    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32)
+    speed = {
+        **{"tokens_per_s": 160.0, "tokens_per_s_per_device": 80.0, "tflops_per_device": 125.0},
+        **{"mfu": 0.5, "mfu_causal": 0.45, "tflops_per_device_causal": 112.5},
+    }
     document = {
         "schema_version": 1,
         "command": "predict",
-        "model": {
-            "name": "2x32",
-            "parameters": 1000,
-            "num_layers": 2,
-            "seq_length": model.seq_length,
-            "settings": None,
-        },
+        "model": {"name": "2x32", "parameters": 1000, "num_layers": 2, "seq_length": 32, "settings": None},
         "cluster": {"name": "two", "num_nodes": 1, "num_devices": 2, "devices": {"A100": 2}, "nodes": []},
         "software": "terapipe",
         "precision": "bf16",
@@ -156,13 +136,7 @@ def write_answer(path: Path, strategy: Strategy = STRATEGY) -> Path:
                 "rank": 1,
                 "index": 0,
                 "strategy": strategy.to_json(),
-                "predicted": {
-                    **prediction.to_json(),
-                    **speed,
-                    "mfu": 0.5,
-                    "mfu_causal": 0.45,
-                    "tflops_per_device_causal": 112.5,
-                },
+                "predicted": prediction.to_json() | speed,
                 "feasible": True,
                 "reason": None,
             }
