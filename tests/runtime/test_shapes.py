@@ -39,7 +39,7 @@ KNOWN, ONCE, DYNAMIC = {}, {"activation_spec": None}, {"activation_spec": None, 
 
 
 def _launch(world_size: int) -> dict[str, Any]:
-    """By setup and source of shapes, the tensors this rank sent in each of three steps, and then in an evaluation."""
+    """By setup and source of shapes, the tensors this rank sent in each of three steps, and then in two evaluations."""
     messages = [
         [_messages_of(setup, keywords) for keywords in (KNOWN, ONCE, DYNAMIC)] for setup in SETUPS.get(world_size, ())
     ]
@@ -58,11 +58,10 @@ def launched(world_size: int) -> list[dict[str, Any]]:
 def _messages_of(setup: Setup, keywords: dict[str, Any]) -> list[int]:
     engine = build(setup, **keywords)
     sent = [engine.num_messages]
-    for step in range(3):
-        engine.train_batch(feed(engine, setup, step=step))
+    for step, run in enumerate([engine.train_batch] * 3 + [engine.eval_batch] * 2):
+        run(feed(engine, setup, step=step))
         sent.append(engine.num_messages)
-    engine.eval_batch(feed(engine, setup))
-    return [after - before for before, after in pairwise([*sent, engine.num_messages])]
+    return [after - before for before, after in pairwise(sent)]
 
 
 def _transfers(setup: Setup, *, training: bool) -> list[tuple[int, int, int]]:
@@ -97,10 +96,10 @@ def test_messages_are_the_transfers_of_the_program_and_headers(world_size: int) 
                 assert sends == units * ((rank < setup.pp - 1) + (rank > 0)), f"{setup} on rank {rank}"
                 assert kinds == len(setup.cut) * (rank < setup.pp - 1), f"{setup} on rank {rank}"
             assert found == [
-                [sends, sends, sends, forward],
+                [sends, sends, sends, forward, forward],
                 # Gradients have the shapes of their activations. Evaluation has shapes of its own.
-                [sends + kinds, sends, sends, forward + forward_kinds],
-                [sends + activations] * 3 + [forward + forward_activations],
+                [sends + kinds, sends, sends, forward + forward_kinds, forward],
+                [sends + activations] * 3 + [forward + forward_activations] * 2,
             ], f"{setup} on rank {rank}"
 
 
