@@ -32,7 +32,13 @@ from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, pr
 from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency
 from megatron_terapipe.search.learn.trainers_file import read_trainers
 from megatron_terapipe.search.learn.trials import read_trials
-from megatron_terapipe.search.learn.validation import Predicted, deal_groups, predict_in_folds, predict_trials, summary
+from megatron_terapipe.search.learn.validation import (
+    PredictedTrial,
+    deal_groups,
+    predict_in_folds,
+    predict_trials,
+    summary,
+)
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +139,7 @@ def errors(paths: Sequence[Path]) -> Iterator[Figure]:
             yield _error(predict_in_folds(trials, folds), f"{path.stem}, calibrated on the other half")
 
 
-def _error(predicted: Sequence[Predicted], subject: str) -> Figure:
+def _error(predicted: Sequence[PredictedTrial], subject: str) -> Figure:
     found = summary(predicted)
     inside = found["interval_coverage"]
     covered = "" if inside is None else f", {inside:.0%} inside the 90 % interval"

@@ -12,7 +12,7 @@ from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.learn.trials import Trial
-    from megatron_terapipe.search.learn.validation import Predicted
+    from megatron_terapipe.search.learn.validation import PredictedTrial
 
 HELP = (
     "Compare predictions with measured runs, whose times they do not use: errors, order, and coverage of the "
@@ -121,7 +121,7 @@ def _predicted(
     trials: "Sequence[Trial]",
     calibrating: "Sequence[Trial]",
     folds: "Sequence[Hashable] | None",
-) -> "list[Predicted]":
+) -> "list[PredictedTrial]":
     from tqdm import tqdm
 
     from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, read_calibrations, write_calibrations

@@ -1,6 +1,6 @@
 """Validation: every trial predicted by a calibration without its group, and the scores.
 
-folds_of -> predict_in_folds -> [Predicted] -> validation_document -> print_validation
+folds_of -> predict_in_folds -> [PredictedTrial] -> validation_document -> print_validation
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -34,7 +34,7 @@ from megatron_terapipe.search.price.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Predicted:
+class PredictedTrial:
     """A trial and its prediction."""
 
     trial: Trial
@@ -53,13 +53,13 @@ def predict_trials(
     *,
     profile: Profile | None = None,
     step: Callable[[int], None] = lambda _: None,
-) -> list[Predicted]:
+) -> list[PredictedTrial]:
     """Predict each trial; `step` is called with the number of trials that are done."""
     places: dict[tuple[object, ...], list[int]] = {}
     for index, one in enumerate(trials):
         key = one.source, one.device, id(one.workload), id(one.cluster), one.software, one.precision
         places.setdefault(key, []).append(index)
-    found: dict[int, Predicted] = {}
+    found: dict[int, PredictedTrial] = {}
     for rows in places.values():
         alike = [trials[index] for index in rows]
         calibration = calibrations.of(*alike[0].site)
@@ -68,7 +68,7 @@ def predict_trials(
     return [found[index] for index in range(len(trials))]
 
 
-def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[Predicted]:
+def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[PredictedTrial]:
     """Trials of one model on one cluster."""
     first = trials[0]
     if profile is None:
@@ -87,7 +87,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
     for one, counted, time_s, interval_s in zip(trials, count_memory(trials), times_s, intervals_s, strict=True):
         peak = float(np.max([total_bytes(rank, memory_overheads) for rank in counted]))
         predicted.append(
-            Predicted(
+            PredictedTrial(
                 trial=one,
                 iteration_time_s=time_s,
                 interval_s=interval_s,
@@ -148,7 +148,7 @@ def predict_in_folds(
     profile: Profile | None = None,
     step: Callable[[int], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Predicted]:
+) -> list[PredictedTrial]:
     """Predict each trial from the other folds, and from `more`, which every calibration uses.
 
     A cluster with all its trials in one fold is not calibrated.
@@ -156,7 +156,7 @@ def predict_in_folds(
     places: dict[tuple[str, str, Hashable], list[int]] = {}
     for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
         places.setdefault((one.source, one.device, fold), []).append(index)
-    predicted: dict[int, Predicted] = {}
+    predicted: dict[int, PredictedTrial] = {}
     for (*site, fold), rows in places.items():
         others = [
             one for one, own in zip(trials, folds, strict=True) if [one.source, one.device] == site and own != fold
@@ -167,7 +167,7 @@ def predict_in_folds(
     return [predicted[index] for index in range(len(trials))]
 
 
-def summary(predicted: Sequence[Predicted]) -> dict[str, Any]:
+def summary(predicted: Sequence[PredictedTrial]) -> dict[str, Any]:
     """Return all scores of some trials; shares and relative errors are parts of 1; None = no trials for a score.
 
     `n` trials with a time, `mape`, `bias`, `spearman` and `top1_regret` (means over groups), `pair_accuracy` (of pairs
@@ -234,7 +234,7 @@ def _figures(
 
 
 def validation_document(
-    predicted: Sequence[Predicted],
+    predicted: Sequence[PredictedTrial],
     *,
     calibrated_on: Sequence[str],
     in_sample: int,
@@ -257,8 +257,8 @@ def validation_document(
         stem = Path(trial.path).stem
         return stem if len(described[trial.path]) == 1 else f"{stem}: {trial.source or 'no source'}"
 
-    sources: dict[str, list[Predicted]] = {}
-    groups: dict[str, dict[str, list[Predicted]]] = {}
+    sources: dict[str, list[PredictedTrial]] = {}
+    groups: dict[str, dict[str, list[PredictedTrial]]] = {}
     for one in predicted:
         name = data_set(one.trial)
         sources.setdefault(name, []).append(one)
@@ -275,7 +275,7 @@ def validation_document(
     }
 
 
-def _of_source(rows: Sequence[Predicted]) -> dict[str, Any]:
+def _of_source(rows: Sequence[PredictedTrial]) -> dict[str, Any]:
     trials = [one.calibration.num_trials for one in rows]
     first = rows[0].trial
     return {
@@ -290,7 +290,7 @@ def _of_source(rows: Sequence[Predicted]) -> dict[str, Any]:
     }
 
 
-def _prediction(one: Predicted, source: str) -> dict[str, Any]:
+def _prediction(one: PredictedTrial, source: str) -> dict[str, Any]:
     trial = one.trial
     return {
         "source": source,

@@ -31,9 +31,9 @@ from megatron_terapipe.search.machine.documents import parse_text, suggestion
 from megatron_terapipe.search.machine.entries import (
     Bandwidth,
     Entry,
+    FlopsRate,
     Memory,
     OrText,
-    Speed,
     Text,
     Time,
     expected,
@@ -44,7 +44,7 @@ from megatron_terapipe.search.machine.entries import (
     short_for,
 )
 from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
-from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE, MACHINES, Machine
+from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE, MACHINES, LibraryMachine
 
 __all__ = ["parse_cluster", "read_cluster", "read_cluster_with_notes"]
 
@@ -143,12 +143,12 @@ class DeviceEntry(Entry):
     name: Text | None = None
     memory: Memory | None = None
     memory_bandwidth: Bandwidth | None = None
-    half_flops: Speed | None = None
-    single_flops: Speed | None = None
+    half_flops: FlopsRate | None = None
+    single_flops: FlopsRate | None = None
     is_gpu: bool | None = None
     generation: Literal[tuple(GENERATION_NAMES)] | None = None  # type: ignore[valid-type]
 
-    def read(self, where: str) -> tuple[Device, Machine]:
+    def read(self, where: str) -> tuple[Device, LibraryMachine]:
         """Return the device, and the machine it is usually in; `where` is the place of the entry, for errors."""
         known = None if self.like is None else library.device(self.like, where)
         if known is None:
@@ -222,7 +222,7 @@ class NodeGroup:
     """Values taken from the library, a line each."""
 
     @classmethod
-    def of_machine(cls, machine: Machine, device: Device, *notes: str) -> "NodeGroup":
+    def of_machine(cls, machine: LibraryMachine, device: Device, *notes: str) -> "NodeGroup":
         """Return a node of the library, perhaps with another device."""
         return cls(replace(machine.node, device=device), notes=(*notes, *device_notes(device)))
 
@@ -238,7 +238,7 @@ class NodeGroup:
         return cls.of_machine(machine, device, library_note(["links"], device, machine))
 
 
-def library_note(missing: Sequence[str], device: Device, machine: Machine) -> str:
+def library_note(missing: Sequence[str], device: Device, machine: LibraryMachine) -> str:
     """Return the note that something was taken from the library."""
     omitted = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
     return f"{omitted} of {device.name} nodes not given: those of a {machine.name} are taken"

@@ -79,7 +79,7 @@ Bandwidth = Annotated[float, Quantity("bandwidth", "100 Gbit/s or 25 GB/s", _BAN
 Memory = Annotated[
     float, Quantity("memory", "80 GiB or 16 GB", _with_prefixes(_PREFIXES | _BINARY, B=1.0), ("GB", "GiB"))
 ]
-Speed = Annotated[float, Quantity("speed", "312 TFLOP/s", _SPEEDS, ("TFLOPs",))]
+FlopsRate = Annotated[float, Quantity("speed", "312 TFLOP/s", _SPEEDS, ("TFLOPs",))]
 Time = Annotated[float, Quantity("time", "5 us", _TIMES, ("us",))]
 
 

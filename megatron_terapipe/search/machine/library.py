@@ -41,7 +41,7 @@ GIGABIT = 1e9 / 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class LibraryMachine:
     """A kind of node."""
 
     name: str
@@ -64,7 +64,7 @@ def _machine(
     host: tuple[float, float],
     inside_latency_s: float = NVLINK_LATENCY_S,
     network_latency_s: float = NETWORK_LATENCY_S,
-) -> Machine:
+) -> LibraryMachine:
     num_cards, card_gbit_per_s = cards
     node = Node(
         name="",
@@ -75,12 +75,12 @@ def _machine(
         num_network_cards=num_cards,
         host=HostMemory(memory_bytes=host[0] * GIGABYTE, bandwidth=host[1] * GIGABYTE),
     )
-    return Machine(name=name, source=source, device=device, node=node)
+    return LibraryMachine(name=name, source=source, device=device, node=node)
 
 
 def _pcie(
     name: str, source: str, device: str | None, num_devices: int, inside: float, network: float, memory: float
-) -> Machine:
+) -> LibraryMachine:
     """A machine with PCIe between its devices, and one card without remote memory access."""
     return _machine(
         name,
@@ -95,7 +95,7 @@ def _pcie(
     )
 
 
-def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> Machine:
+def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> LibraryMachine:
     """An EC2 instance with NVLink, PCIe 3 to its host, and plain Ethernet."""
     host = (memory, 16.0)
     return _machine(
@@ -140,7 +140,7 @@ _ENTRIES = (
              inside_latency_s=MEMORY_LATENCY_S, network_latency_s=ETHERNET_LATENCY_S),
 )  # fmt: skip
 
-MACHINES: Mapping[str, Machine] = MappingProxyType({each.name: each for each in _ENTRIES})
+MACHINES: Mapping[str, LibraryMachine] = MappingProxyType({each.name: each for each in _ENTRIES})
 """Every machine by its name."""
 
 
@@ -169,7 +169,7 @@ def names_one_device(name: str, other: str) -> bool:
     return _key(name) == _key(other) if first is None else first is second
 
 
-def machine(name: str, where: str = "machine") -> Machine:
+def machine(name: str, where: str = "machine") -> LibraryMachine:
     """Return a machine by its name."""
     by_key = {_key(each): each for each in MACHINES}
     if _key(name) in by_key:
@@ -177,7 +177,7 @@ def machine(name: str, where: str = "machine") -> Machine:
     raise ConfigError(f"{where} {name!r} is not in the library of machines: {suggestion(name, MACHINES)}")
 
 
-def usual_machine(name: str) -> Machine:
+def usual_machine(name: str) -> LibraryMachine:
     """Return the machine with the default links of a device."""
     entry = find_device(name)
     return MACHINES["pcie-4" if entry is None else entry.machine]

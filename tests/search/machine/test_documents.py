@@ -10,9 +10,9 @@ from megatron_terapipe.search.machine.entries import (
     Bandwidth,
     Count,
     Entry,
+    FlopsRate,
     Memory,
     Positive,
-    Speed,
     Text,
     Time,
     read_entry,
@@ -35,7 +35,7 @@ QUANTITIES: dict[str, tuple[Any, list[tuple[str, float | None]]]] = {
         ],
     ),
     "memory": (Memory, [("80 GiB", 80 * 2.0**30), ("16 GB", 16e9)]),
-    "speed": (Speed, [("312 TFLOP/s", 312e12)]),
+    "speed": (FlopsRate, [("312 TFLOP/s", 312e12)]),
     "time": (Time, [("5 us", 5e-6), ("1e-3 ms", 1e-6)]),
 }
 
