@@ -55,6 +55,14 @@ def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **
     )
 
 
+def legal_strategies(problem: SearchProblem, choices: Choices) -> Iterator[Strategy]:
+    """All strategies of a space that keep the rules."""
+    for legal in legal_grids(problem, choices, SearchCounts()):
+        for flat in np.flatnonzero(legal.legal).tolist():
+            place = np.unravel_index(flat, legal.grid.shape)
+            yield legal.grid.strategy([int(each) for each in place], problem)
+
+
 def drawn(problem: SearchProblem, number: int, seed: int, choices: Choices | None = None) -> Iterator[Strategy]:
     """Legal strategies of a space, without those whose stages are yet to be solved."""
     rng = random.Random(seed)

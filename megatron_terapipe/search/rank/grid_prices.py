@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import StagePartition
+from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.links import RankGroups
 from megatron_terapipe.search.price.stages import LayerCounter
 from megatron_terapipe.search.rank.grid_memory import GridMemory
@@ -17,9 +18,6 @@ from megatron_terapipe.search.rank.space import Choices, SearchProblem
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
 from megatron_terapipe.search.rank.strategy_grid import Axis, StrategyGrid
 from megatron_terapipe.strategy import SOLVED, Strategy
-
-if TYPE_CHECKING:
-    from megatron_terapipe.search.price.cost_model import Pricing
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -77,7 +75,7 @@ class PricedGrid:
 def price_space(
     problem: SearchProblem,
     choices: Choices,
-    pricings: "Sequence[Pricing]",
+    pricings: Sequence[Pricing],
     counts: SearchCounts,
     progress: ProgressCallback = no_progress,
 ) -> Iterator[PricedGrid]:
@@ -121,7 +119,7 @@ def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
     return np.array([not coarse or stage == 1 for stage in stages])
 
 
-def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
+def _tables(pricings: Sequence[Pricing], choices: Choices) -> list[OpTables]:
     """Return the prices of layers for every node order; orders with equal efficiencies and op times share them."""
     tables: list[OpTables] = []
     for pricing in pricings:
@@ -136,7 +134,7 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
 
 
 def _price(
-    problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
+    problem: SearchProblem, found: LegalGrid, order: int, pricing: Pricing, tables: OpTables, memory: GridMemory
 ) -> tuple[PricedGrid | None, Flags]:
     """Return the strategies of a grid that fit; [4, grid] which differ, fit, fit with headroom, and `_helped`."""
     grid = found.grid

@@ -2,18 +2,16 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit, nearest_to_fitting
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import gpt_workload
-from megatron_terapipe.search.rank.rules import SearchCounts, legal_grids
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import LONG_SEQUENCE, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
-from tests.search.problems import FAST, small_cluster, small_problem
+from tests.search.problems import FAST, legal_strategies, small_cluster, small_problem
 
 FEW = {"num_token_slices": (1, 2), "stage_partition": ("uniform",), "num_model_chunks": (1, 2)}
 
@@ -27,12 +25,8 @@ def test_nearest_strategy_needs_the_least_memory() -> None:
     nearest = nearest_to_fitting(problem, FEW, Pricing)
     pricing = Pricing(problem.workload, problem.cluster)
     least = min(
-        max(rank.total for rank in pricing.memory_model.predict(legal.grid.strategy(place, problem)))
-        for legal in legal_grids(problem, all_choices(problem).constrained(FEW), SearchCounts())
-        for place in (
-            [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
-            for flat in np.flatnonzero(legal.legal).tolist()
-        )
+        max(rank.total for rank in pricing.memory_model.predict(strategy))
+        for strategy in legal_strategies(problem, all_choices(problem).constrained(FEW))
     )
     assert nearest is not None and nearest.memory["total"] == pytest.approx(least)
     assert nearest.usable_bytes == pytest.approx(0.95 * 3e9)

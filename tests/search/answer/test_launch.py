@@ -42,22 +42,14 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command.split("pretrain_gpt.py", 1)[1])
 
 
-@pytest.mark.parametrize("model", [*(read_workload(name).config for name in MODEL_PRESETS), *MODELS.values()])
+PRESETS = {name: read_workload(name).config for name in MODEL_PRESETS}
+FAMILY_MODELS = {name: parse_workload(least_settings(name), "config.json").config for name in FAMILIES}
+
+
+@pytest.mark.parametrize("model", [*PRESETS.values(), *MODELS.values(), *FAMILY_MODELS.values()])
 def test_flags_rebuild_the_model(model: ModelConfig) -> None:
-    config = parse_arguments(
-        [*model_flags(model), "--mock-data", *"--train-iters 1 --lr 1 --micro-batch-size 1".split()]
-    )
-    assert config.model == model
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_flags_rebuild_the_model_of_every_family(name: str) -> None:
-    model = parse_workload(least_settings(name), "config.json").config
-    assert model is not None
-    config = parse_arguments(
-        [*model_flags(model), "--mock-data", *"--train-iters 1 --lr 1 --micro-batch-size 1".split()]
-    )
-    assert config.model == model
+    training = "--mock-data --train-iters 1 --lr 1 --micro-batch-size 1".split()
+    assert parse_arguments([*model_flags(model), *training]).model == model
 
 
 def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:

@@ -291,11 +291,17 @@ def test_no_file_and_no_trial(tmp_path: Path) -> None:
 @pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not part of the project")
 @pytest.mark.parametrize(
     ("name", "trials", "groups"),
-    [("bigscience", 77, 34), ("sailor_gh200", 13, 12), ("sc21", 5, 1), ("zero_bubble", 24, 6), ("vtrain_multi", 41, 2)],
+    [
+        *(("bigscience", 77, 34), ("dense_2025", 151, 129), ("dgxc_h100", 12, 3), ("fsdp_a100", 30, 30)),
+        *(("fsdp_h100", 35, 35), ("modern", 208, 32), ("sailor_gh200", 13, 12), ("sc21", 5, 1), ("seqsel", 4, 1)),
+        *(("vtrain_multi", 41, 2), ("vtrain_single", 720, 72), ("zero_bubble", 24, 6)),
+    ],
 )
 def test_published_trials(name: str, trials: int, groups: int) -> None:
     found = read_trials(TRIALS / f"{name}.jsonl", PUBLISHED)
     assert (len(found), len({(one.source, one.group) for one in found})) == (trials, groups)
+    # A cluster in the form of nodes may have more devices than ranks.
+    assert all(one.cluster.num_devices >= one.strategy.world_size for one in found)
 
 
 @pytest.mark.parametrize(

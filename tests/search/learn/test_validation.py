@@ -190,15 +190,21 @@ def test_relative_errors() -> None:
     assert scores.mean([]) is None and scores.mean([1.0, None]) == 1.0
 
 
-def test_rank_correlation() -> None:
-    assert scores.spearman(group([1, 2, 3, 4], [10, 20, 30, 40])) == pytest.approx(1)
-    assert scores.spearman(group([1, 2, 3, 4], [4, 3, 2, 1])) == pytest.approx(-1)
-    # Without ties it is 1 - 6 sum d^2 / (n (n^2 - 1)).
-    assert scores.spearman(group([1, 2, 3, 4, 5], [1, 3, 2, 5, 4])) == pytest.approx(1 - 6 * 4 / (5 * 24))
-    # A failed run is the slowest there is.
-    assert scores.spearman(group([1, 2, 3, INFINITE], [1, 2, 3, 4])) == pytest.approx(1)
-    assert scores.spearman(group([1, 2, 3], [1, 2, 3])) is None
-    assert scores.spearman(group([1, 2, 3, 4], [7, 7, 7, 7])) is None
+@pytest.mark.parametrize(
+    ("measured", "predicted", "expected"),
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 40], 1),
+        ([1, 2, 3, 4], [4, 3, 2, 1], -1),
+        # Without ties it is 1 - 6 sum d^2 / (n (n^2 - 1)).
+        ([1, 2, 3, 4, 5], [1, 3, 2, 5, 4], 1 - 6 * 4 / (5 * 24)),
+        # A failed run is the slowest there is.
+        ([1, 2, 3, INFINITE], [1, 2, 3, 4], 1),
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2, 3, 4], [7, 7, 7, 7], None),
+    ],
+)
+def test_rank_correlation(measured: list[float], predicted: list[float], expected: float | None) -> None:
+    assert scores.spearman(group(measured, predicted)) == (expected and pytest.approx(expected))
 
 
 def test_pairs() -> None:

@@ -18,7 +18,8 @@ from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.stages import reductions
-from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.search.price.workload import Workload, gpt_workload
+from megatron_terapipe.strategy import Strategy
 from tests.search.price.machines import A100, GPT, NODE, nodes, strategy
 from tests.search.problems import small_model
 
@@ -166,6 +167,30 @@ def test_a_batch_is_priced_as_its_members(software: Software, schedule: str) -> 
     constants = [moved(efficiency, [name], 0.1) for name in Prior.of(efficiency).names]
     one_by_one = np.array([batches.times(each) for each in constants])
     assert batches.times_with(constants) == pytest.approx(one_by_one, rel=1e-12)
+
+
+SMALL = {"num_layers": 4, "seq_length": 2048, "num_key_value_heads": 4}
+GROUPED, OF_EXPERTS = (
+    gpt_workload(small_model(**SMALL, **more)) for more in ({}, {"num_experts": 16, "moe_ffn_hidden_size": 512})
+)
+
+
+@pytest.mark.parametrize(
+    ("workload", "layouts"),
+    [
+        *(
+            (GROUPED, [{"sequence_parallel_size": size, "recompute": mode} for size in (2, 4, 8)])
+            for mode in ("full", "stage")
+        ),
+        (OF_EXPERTS, [{"data_parallel_size": 16, "expert_parallel_size": size} for size in (1, 2, 16)]),
+    ],
+)
+def test_a_batch_without_pipelines_is_exact(workload: Workload, layouts: list[dict[str, object]]) -> None:
+    model = CostModel(workload, TWO, efficiency=HardwareEfficiency(launch_s=1e-9))
+    members = [Strategy(**{"global_batch_size": 16, **each}) for each in layouts]  # type: ignore[arg-type]
+    assert len({batch_key(model, one) for one in members}) == 1
+    together = StrategyBatch.of([model] * len(members), members).times(model.efficiency)
+    assert together == pytest.approx([model.predict_time(one).iteration_time_s for one in members], rel=1e-9)
 
 
 def test_closed_forms_of_a_mixed_cluster_count_the_slowest_device_of_each_stage() -> None:

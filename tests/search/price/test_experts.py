@@ -10,7 +10,6 @@ from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory
-from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
@@ -148,14 +147,6 @@ def test_activations_are_those_of_the_closed_form(recompute: str, shared: int | 
     row = 4 * ((1024 + 2 * 512) * 2 + flops.ROW_BYTES)
     more = (IMBALANCE - 1) * row if recompute != "full" else 0
     assert shares.activations - found.activations == pytest.approx(more)
-
-
-def test_a_batch_is_priced_as_its_members() -> None:
-    several = [strategy(expert_parallel_size=size) for size in (1, 2, 16)]
-    assert len({batch_key(COST_MODEL, each) for each in several}) == 1
-    together = StrategyBatch.of([COST_MODEL] * 3, several).times(COST_MODEL.efficiency)
-    alone = [COST_MODEL.predict_time(each).iteration_time_s for each in several]
-    assert together == pytest.approx(alone, rel=1e-9)
 
 
 def test_profiles_have_no_layers_of_experts() -> None:

@@ -6,8 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
@@ -137,17 +135,6 @@ def test_ranks_share_activations_but_copy_heads_of_keys() -> None:
     assert (four[1], eight[1]) == pytest.approx((one[1] / 4, one[1] / 4))
     # Sequence-parallel ranks have the same weights: ZeRO 1 divides the optimizer among them.
     assert eight[2] == pytest.approx(one[2] / 8)
-
-
-def test_a_batch_of_strategies_is_priced_as_its_members() -> None:
-    cluster: Cluster = nodes(2)
-    model = CostModel(GROUPED, cluster)
-    for recompute in ("full", "stage"):
-        several = [strategy(sequence_parallel_size=size, recompute=recompute, num_token_slices=1) for size in (2, 4, 8)]
-        assert len({batch_key(model, each) for each in several}) == 1
-        together = StrategyBatch.of([model] * 3, several).times(model.efficiency)
-        alone = [model.predict_time(each).iteration_time_s for each in several]
-        assert together == pytest.approx(alone, rel=1e-9)
 
 
 def test_the_head_runs_in_the_backward_of_a_recomputed_stage() -> None:

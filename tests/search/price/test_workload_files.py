@@ -18,9 +18,6 @@ from megatron_terapipe.search.price.workload_files import parse_workload, read_w
 from tests.architecture.sources import ROOT
 from tests.model.configs import MODELS, SEQ, model_config
 
-TRIALS = ROOT.parent / "shared" / "reference" / "trials"
-PUBLISHED = [path for path in TRIALS.glob("*.jsonl") if path.name != "experts.jsonl"]
-"""Those in the format of trials: the rows about mixtures of experts are raw."""
 GPT = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 100}
 HEADS = {"query_heads": 2, "head_size": 2}
 LAYER = {"tokens": 8, "hidden_size": 4, "products": [{"inputs": 4, "outputs": 16}]}
@@ -164,17 +161,6 @@ def test_examples(path: Path) -> None:
     assert read_workload(str(path)).parameters > 0
 
 
-@pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not here")
-def test_models_of_all_published_trials() -> None:
-    texts = {json.dumps(json.loads(line)["model"]) for path in PUBLISHED for line in path.open()}
-    for text in texts:
-        fields = json.loads(text)
-        preset = fields.get("model_preset")
-        num_layers = read_workload(preset).num_dealt_layers if preset else fields["num_layers"]
-        assert parse_workload(fields, "trial").num_dealt_layers == num_layers
-    assert texts
-
-
 def test_a_preset_with_longer_sequences_keeps_its_name() -> None:
     assert read_workload("llama2-70b", {"seq_length": 32768}).name == "llama2-70b"
     assert read_workload("llama2-70b", {"num_layers": 8}).name != "llama2-70b"
@@ -205,14 +191,10 @@ def built_parameters(model: ModelConfig, ranks: TensorParallelRanks) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", MODEL_PRESETS)
-def test_parameters_of_published_models_are_those_of_the_built_model(name: str) -> None:
-    workload = read_workload(name)
-    assert workload.config is not None
-    assert workload.parameters == built_parameters(workload.config, TensorParallelRanks())
+PRESETS = {name: read_workload(name).config for name in MODEL_PRESETS}
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", [*PRESETS.values(), *MODELS.values()], ids=[*PRESETS, *MODELS])
 def test_parameters_are_those_of_the_built_model(model: ModelConfig) -> None:
     workload = gpt_workload(model)
     assert workload.parameters == flops.model_parameters(model) == built_parameters(model, TensorParallelRanks())

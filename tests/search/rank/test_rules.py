@@ -15,7 +15,7 @@ from megatron_terapipe.search.rank.rules import TRAINER_RULES, SearchCounts, bro
 from megatron_terapipe.search.rank.space import all_choices, check_runnable
 from megatron_terapipe.search.rank.strategy_grid import AXES, StrategyGrid
 from megatron_terapipe.strategy import Strategy
-from tests.search.problems import drawn, small_cluster, small_problem
+from tests.search.problems import drawn, legal_strategies, small_cluster, small_problem
 
 
 def trains(strategy: Strategy, problem, **sections) -> bool:
@@ -26,48 +26,38 @@ def trains(strategy: Strategy, problem, **sections) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_trainer_accepts_legal_strategies(seed: int) -> None:
-    problem = small_problem(small_cluster(num_nodes=3, num_devices=4), global_batch_size=12, num_layers=7 + seed)
-    # The trainer plays the whole schedule: few ops, so that many strategies can be checked.
-    choices = all_choices(problem).constrained({"num_token_slices": (1, 2, 3, 5)})
-    for strategy in drawn(problem, 70, seed, choices):
-        assert broken_rule(strategy, problem) is None
-        check_trainable(strategy, problem.workload.config)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_trainer_accepts_legal_strategies_of_long_sequences(seed: int) -> None:
-    cluster = small_cluster(num_nodes=3, num_devices=8)
-    problem = small_problem(cluster, global_batch_size=12, num_layers=7 + seed, num_key_value_heads=2, seq_length=480)
-    long = {
-        "sequence_parallel_size": (2, 3, 4, 8),
-        "tensor_parallel_size": (1, 2, 4),
-        "recompute": ("selective", "stage"),
-        "offload": (False, True),
-        "schedule": ("1f1b", "zero-bubble", "breadth-first"),
-        "num_token_slices": (1, 2, 3, 5),
-        "num_model_chunks": (1, 2),
-    }
-    for strategy in drawn(problem, 25, seed, all_choices(problem).constrained(long)):
-        assert broken_rule(strategy, problem) is None
-        check_trainable(strategy, problem.workload.config)
-
-
 EXPERTS = {"num_experts": 12, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 48}
+LONG = {
+    "sequence_parallel_size": (2, 3, 4, 8),
+    "tensor_parallel_size": (1, 2, 4),
+    "recompute": ("selective", "stage"),
+    "offload": (False, True),
+    "schedule": ("1f1b", "zero-bubble", "breadth-first"),
+    "num_token_slices": (1, 2, 3, 5),
+    "num_model_chunks": (1, 2),
+}
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_trainer_accepts_legal_strategies_of_experts(seed: int) -> None:
-    cluster = small_cluster(num_nodes=3, num_devices=4)
-    problem = small_problem(cluster, global_batch_size=12, num_layers=7 + seed, **EXPERTS)
-    choices = all_choices(problem).constrained({"num_token_slices": (1, 3), "num_model_chunks": (1, 2)})
-    assert choices["expert_parallel_size"] == (1, 2, 3, 4, 6, 12)
-    found = list(drawn(problem, 25, seed, choices))
+@pytest.mark.parametrize(
+    ("devices", "model", "few", "number", "seed"),
+    [
+        # The trainer plays the whole schedule: few ops, so that many strategies can be checked.
+        *((4, {}, {"num_token_slices": (1, 2, 3, 5)}, 70, seed) for seed in range(4)),
+        *((8, {"num_key_value_heads": 2, "seq_length": 480}, LONG, 25, seed) for seed in range(2)),
+        *((4, EXPERTS, {"num_token_slices": (1, 3), "num_model_chunks": (1, 2)}, 25, seed) for seed in range(2)),
+    ],
+)
+def test_trainer_accepts_legal_strategies(devices: int, model: dict, few: dict, number: int, seed: int) -> None:
+    cluster = small_cluster(num_nodes=3, num_devices=devices)
+    problem = small_problem(cluster, global_batch_size=12, num_layers=7 + seed, **model)
+    choices = all_choices(problem).constrained(few)
+    found = list(drawn(problem, number, seed, choices))
     for strategy in found:
         assert broken_rule(strategy, problem) is None
         check_trainable(strategy, problem.workload.config)
-    assert len({strategy.expert_parallel_size for strategy in found}) > 3
+    if model == EXPERTS:
+        assert choices["expert_parallel_size"] == (1, 2, 3, 4, 6, 12)
+        assert len({strategy.expert_parallel_size for strategy in found}) > 3
 
 
 REFUSED_OF_EXPERTS = {
@@ -146,14 +136,12 @@ def test_no_two_strategies_run_the_same_ops_in_the_same_order() -> None:
     problem = small_problem(small_cluster(num_nodes=1, num_devices=4), global_batch_size=2, num_layers=4)
     plain = {"recompute": ("none",), "num_token_slices": (1, 2), "stage_partition": ("uniform",), "zero_stage": (1,)}
     runs: dict[object, Strategy] = {}
-    for legal in legal_grids(problem, all_choices(problem).constrained(plain), SearchCounts()):
-        for flat in np.flatnonzero(legal.legal).tolist():
-            strategy = legal.grid.strategy([int(each) for each in np.unravel_index(flat, legal.grid.shape)], problem)
-            shape = pipeline_shape(strategy)
-            orders = tuple(tuple(SCHEDULES[strategy.schedule](shape, rank)) for rank in range(shape.num_ranks))
-            run = orders, replace(strategy, schedule="1f1b")
-            assert run not in runs, (strategy, runs[run])
-            runs[run] = strategy
+    for strategy in legal_strategies(problem, all_choices(problem).constrained(plain)):
+        shape = pipeline_shape(strategy)
+        orders = tuple(tuple(SCHEDULES[strategy.schedule](shape, rank)) for rank in range(shape.num_ranks))
+        run = orders, replace(strategy, schedule="1f1b")
+        assert run not in runs, (strategy, runs[run])
+        runs[run] = strategy
     assert {strategy.schedule for strategy in runs.values()} == set(SCHEDULES) - {"breadth-first"}
     # The only value of a flag stays, though another schedule equals it.
     asked = all_choices(problem).constrained({**plain, "schedule": ("gpipe",), "micro_batch_size": (2,)})
@@ -209,15 +197,12 @@ def test_constrained_dimensions_have_no_other_values() -> None:
     choices = all_choices(problem).constrained(
         {"tensor_parallel_size": (2,), "schedule": ("gpipe",), "token_slices": (300, 212), "zero_stage": (0,)}
     )
-    found = list(legal_grids(problem, choices, SearchCounts()))
+    found = list(legal_strategies(problem, choices))
     assert found
-    for legal in found:
-        for flat in np.flatnonzero(legal.legal):
-            place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
-            strategy = legal.grid.strategy(place, problem)
-            assert strategy.tensor_parallel_size == 2 and strategy.schedule == "gpipe"
-            assert strategy.token_slices == (300, 212) and strategy.zero_stage == 0
-            assert broken_rule(strategy, problem) is None
+    for strategy in found:
+        assert strategy.tensor_parallel_size == 2 and strategy.schedule == "gpipe"
+        assert strategy.token_slices == (300, 212) and strategy.zero_stage == 0
+        assert broken_rule(strategy, problem) is None
 
 
 def test_constraints_that_contradict() -> None:
@@ -225,14 +210,10 @@ def test_constraints_that_contradict() -> None:
         all_choices(small_problem()).constrained({"token_slices": (256, 256), "num_token_slices": (4,)})
 
 
-def test_only_what_a_trainer_can_run_is_searched() -> None:
+def test_what_a_trainer_cannot_run_is_not_searched_and_its_flags_are_refused() -> None:
     choices = all_choices(replace(small_problem(), software=SOFTWARE["megatron-core"]))
     assert choices["num_token_slices"] == (1,)
-    assert set(choices["schedule"]) == {"gpipe", "1f1b", "interleaved"}
-    assert set(all_choices(small_problem())["schedule"]) > set(choices["schedule"])
-
-
-def test_a_flag_for_what_it_cannot_run_is_refused() -> None:
+    assert set(choices["schedule"]) == {"gpipe", "1f1b", "interleaved"} < set(all_choices(small_problem())["schedule"])
     fsdp = SOFTWARE["fsdp"]
     check_runnable({"pipeline_parallel_size": (1,), "micro_batch_size": (2, 4)}, fsdp)
     with pytest.raises(ConfigError, match="--pipeline-parallel-size 2 does not run in fsdp: write 1"):

@@ -25,7 +25,7 @@ from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.answers import prediction
-from tests.search.problems import FAST, mixed_cluster, small_cluster, small_problem
+from tests.search.problems import FAST, legal_strategies, mixed_cluster, small_cluster, small_problem
 
 
 def pricing_on(problem: SearchProblem):
@@ -47,15 +47,12 @@ def exhaustive(problem: SearchProblem, choices: Choices) -> list[Ranked]:
     """Every strategy that fits and adds up in fp32, best first, all simulated."""
     pricing = Pricing(problem.workload, problem.cluster)
     found = []
-    for legal in legal_grids(problem, choices, SearchCounts()):
-        for flat in np.flatnonzero(legal.legal).tolist():
-            place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
-            strategy = legal.grid.strategy(place, problem)
-            if strategy.zero_stage == 0 and problem.precision == "bf16":
-                continue
-            prediction = pricing.predict(strategy)
-            if pricing.why_it_does_not_fit(strategy, prediction.memory) is None:
-                found.append(Ranked(strategy=strategy, prediction=prediction))
+    for strategy in legal_strategies(problem, choices):
+        if strategy.zero_stage == 0 and problem.precision == "bf16":
+            continue
+        prediction = pricing.predict(strategy)
+        if pricing.why_it_does_not_fit(strategy, prediction.memory) is None:
+            found.append(Ranked(strategy=strategy, prediction=prediction))
     return ranked_in_order(found)
 
 
