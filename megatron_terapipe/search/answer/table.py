@@ -48,11 +48,7 @@ LONGEST = 23  # letters of a list of numbers; the JSON has all of it
 
 
 def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
-    """Print the ranking, the strategies that cannot run below it, and the notes.
-
-    Args:
-        console: where; None = standard output, as wide as the terminal.
-    """
+    """Print the ranking, the strategies that cannot run below it, and the notes, as wide as the terminal."""
     console = console or output_console()
     entries = sorted(ranking.entries, key=lambda entry: entry.rank)
     console.print(heading(ranking), markup=False, highlight=False)

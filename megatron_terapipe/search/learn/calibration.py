@@ -87,11 +87,7 @@ class Intervals:
     """[p, p] of the logarithms of the constants."""
 
     def half_width(self, slopes: Floats) -> Floats:
-        """Half the width [n] of log(time), so that time / exp(width) to time * exp(width) is the interval.
-
-        Args:
-            slopes: [n, p] of the strategies.
-        """
+        """Half the width [n] of log(time) for slopes [n, p]: time / exp(width) to time * exp(width) is the interval."""
         explained = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
         return np.asarray(self.multiplier * np.sqrt(self.residual_sd**2 + explained), dtype=np.float64)
 
@@ -150,13 +146,10 @@ def conformal(
 
 
 def conformal_quantile(scores: Floats, coverage: float) -> float:
-    """Quantile that holds a new score with at least this probability, if all are alike.
+    """Quantile of scores [n] that holds a new score with at least this probability, if all are alike.
 
     Of n scores it is the ceil((n + 1) coverage)-th smallest. Where n is too small, it is extrapolated beyond the
     largest by Student's t-distribution.
-
-    Args:
-        scores: [n].
     """
     rank = ceil((len(scores) + 1) * coverage)
     if rank <= len(scores):

@@ -219,11 +219,7 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:
-    """Return the calibration of a cluster, from a calibration file, or from trials.
-
-    Args:
-        profile: measured profile that trials are fitted on; None = there is none.
-    """
+    """Return the calibration of a cluster from a calibration file or from trials, on a profile if there is one."""
     several_nodes = len(cluster.nodes) > 1
     device = "+".join(sorted({node.device.name for node in cluster.nodes}))
     alike: list[Trial] = []

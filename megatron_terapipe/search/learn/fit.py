@@ -143,11 +143,7 @@ class GroupEffects:
         return max((GroupEffects(self._groups, *each) for each in product(SHARES, OFFSETS)), key=score)
 
     def unseen(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> tuple[Floats, Floats]:
-        """Return the errors [n] of a fit without the group of a trial, and their variances [n].
-
-        Args:
-            errors: [n] of the fit of all.
-        """
+        """Return errors [n] of fits without the group of a trial, from errors of the fit of all, and variances."""
         known = np.linalg.inv(self.precision(slopes, variances, widths))
         found, expected = np.empty(len(errors)), np.empty(len(errors))
         for rows, covariance in self._covariances(slopes, variances, widths):
@@ -201,11 +197,7 @@ class Sample:
         return self.simulated(lambda model: model.with_efficiency(efficiency)) / self.batches.times(efficiency)
 
     def errors(self, times_s: Floats) -> Floats:
-        """Errors [n], log(predicted / measured); zero where a cut-off run is predicted to take longer.
-
-        Args:
-            times_s: [n] predicted.
-        """
+        """Errors [n], log(predicted / measured) of times [n]; zero where a cut-off run is predicted to take longer."""
         errors = np.log(times_s / self.measured)
         return np.where(self.cut_off & (errors > 0), 0.0, errors)
 
@@ -250,20 +242,12 @@ def fit_constants(
 
 
 def soft_l1(scaled: Floats, large: float) -> Floats:
-    """Residuals [n] whose square is the soft L1 loss, 2 large^2 (sqrt(1 + z^2) - 1) for z = residual / large.
-
-    Args:
-        scaled: residuals [n], in standard deviations.
-    """
+    """Residuals [n] whose square is the soft L1 loss, 2 large^2 (sqrt(1 + z^2) - 1) for z = scaled / large [n]."""
     return np.asarray(np.sign(scaled) * large * np.sqrt(2 * (np.sqrt(1 + (scaled / large) ** 2) - 1)), dtype=np.float64)
 
 
 def weights_of(scaled: Floats, large: float) -> Floats:
-    """Weights [n] in (0, 1] with which least squares have the slope of the soft L1 loss: 1 / sqrt(1 + z^2).
-
-    Args:
-        scaled: residuals [n], in standard deviations.
-    """
+    """Weights [n] with which least squares have the slope of the soft L1 loss: 1 / sqrt(1 + (scaled / large)^2)."""
     return np.asarray(1 / np.sqrt(1 + (scaled / large) ** 2), dtype=np.float64)
 
 

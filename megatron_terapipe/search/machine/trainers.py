@@ -290,11 +290,7 @@ def find_software(name: str) -> Software:
 def described_software(
     document: Mapping[str, Any], file: str, *path: str, known: Mapping[str, Software] = SOFTWARE
 ) -> Software:
-    """Return the trainer of an object at a place of a file; `gradients` as `Software.keeping_gradients`.
-
-    Args:
-        known: the trainers that it may be `like`.
-    """
+    """Return the trainer of an object at a place of a file, `like` a known one; `gradients`: `keeping_gradients`."""
     differences = dict(document)
     like, gradients = differences.pop(LIKE, None), differences.pop("gradients", None)
     if not isinstance(like, str) or like not in known:

@@ -79,12 +79,9 @@ def price_space(
     counts: SearchCounts,
     progress: ProgressCallback = no_progress,
 ) -> Iterator[PricedGrid]:
-    """Yield the prices of all strategies that keep the rules, on every node order, a grid at a time.
+    """Yield the prices of all strategies that keep the rules, on every node order of `pricings`, a grid at a time.
 
     Arrays of a grid have the shape [micro-batch sizes, token slices, ...] of its `StrategyGrid`.
-
-    Args:
-        pricings: one for each node order.
     """
     tables = _tables(pricings, choices)
     total = len(layouts(choices, problem.cluster.num_devices))

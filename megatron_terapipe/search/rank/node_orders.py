@@ -78,11 +78,7 @@ def better_order(cluster: Cluster, score: Callable[[Cluster], float], *, evaluat
 
 
 def placement_of(ordered: Cluster, cluster: Cluster, world_size: int) -> tuple[int, ...] | None:
-    """Device of the cluster for each rank, if ranks fill the nodes of another order; None if both are the same.
-
-    Args:
-        cluster: the same nodes in the order of the hostfile.
-    """
+    """Device of the cluster for each rank if ranks fill the same nodes in another order; None if both are equal."""
     if ordered.nodes == cluster.nodes:
         return None
     free: dict[Node, deque[int]] = {}

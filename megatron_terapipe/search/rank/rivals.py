@@ -135,11 +135,7 @@ def rival_memory(
 
 
 def working_bytes(layer: Layer, tokens: float, sequence_parallel_size: int) -> float:
-    """Return the bytes that the backward of one layer holds on a rank, at its fullest.
-
-    Args:
-        sequence_parallel_size: ranks that share them.
-    """
+    """Return the bytes that the backward of one layer holds at its fullest, on one of the ranks that share tokens."""
     hidden = tokens * NUMBER * layer.hidden_size
     if layer.kind != "block":
         # Hidden states and gradients around the head; its logits are computed as many numbers at a time.
@@ -152,11 +148,7 @@ def working_bytes(layer: Layer, tokens: float, sequence_parallel_size: int) -> f
 
 
 def attention_bytes(attention: Attention, tokens: float, sequence_parallel_size: int) -> float:
-    """Return the bytes that the backward of one attention holds on a rank, as the text above counts them.
-
-    Args:
-        sequence_parallel_size: ranks that share them.
-    """
+    """Return the bytes that the backward of one attention holds on such a rank, as the text above counts them."""
     copies = max(sequence_parallel_size / attention.key_value_heads, 1.0)
     queries = tokens * NUMBER * attention.query_heads * attention.head_size
     keys = tokens * NUMBER * attention.key_value_heads * copies * attention.head_size
