@@ -49,6 +49,15 @@ STRATEGIES = [
 ]
 
 
+def trial(strategy: Strategy, seconds: float | None, **more: object) -> Trial:
+    """A trial of this model on this cluster; None = it has no time."""
+    values: dict[str, object] = {
+        **{"source": "test", "id": "", "group": "one", "software": MEGATRON_LM, "precision": "fp16"},
+        **{"workload": WORKLOAD, "cluster": CLUSTER, "peak_memory_bytes": None, "out_of_memory": None},
+    }
+    return Trial(strategy=strategy, iteration_time_s=seconds, **(values | more))  # type: ignore[arg-type]
+
+
 def measured(
     strategies: Sequence[Strategy] = tuple(STRATEGIES),
     *,
@@ -70,21 +79,10 @@ def measured(
     random = np.random.default_rng(seed)
     trials = []
     for index, strategy in enumerate(strategies):
-        trial = Trial(
-            source=source,
-            id=str(index),
-            group=f"group {index // 2}",
-            workload=WORKLOAD,
-            cluster=CLUSTER,
-            strategy=strategy,
-            software=MEGATRON_LM,
-            precision="fp16",
-            iteration_time_s=model.predict_time(strategy).iteration_time_s * float(np.exp(random.normal(0, noise))),
-            peak_memory_bytes=max(rank.total for rank in memory.predict(strategy)),
-            out_of_memory=None,
-            line=index + 1,
-        )
-        trials.append(trial)
+        time_s = model.predict_time(strategy).iteration_time_s * float(np.exp(random.normal(0, noise)))
+        peak = max(rank.total for rank in memory.predict(strategy))
+        more = {"id": str(index), "group": f"group {index // 2}", "line": index + 1, "peak_memory_bytes": peak}
+        trials.append(trial(strategy, time_s, source=source, **more))
     return trials
 
 

@@ -12,6 +12,7 @@ from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.strategy import Strategy
+from tests.search.learn.synthetic import trial
 from tests.search.price.machines import GPT, nodes, strategy
 
 PRIOR = Prior.of(HardwareEfficiency())
@@ -37,20 +38,7 @@ def strategies(sizes: Sequence[int] = (1, 4)) -> list[Strategy]:
 
 
 def measured(one: Strategy, seconds: float | None, **changes: object) -> Trial:
-    values: dict[str, object] = {
-        "source": "test",
-        "id": "",
-        "group": "one",
-        "workload": GPT,
-        "cluster": CLUSTER,
-        "strategy": one,
-        "software": MEGATRON_LM,
-        "precision": "bf16",
-        "iteration_time_s": seconds,
-        "peak_memory_bytes": None,
-        "out_of_memory": None,
-    }
-    return Trial(**(values | changes))  # type: ignore[arg-type]
+    return trial(one, seconds, workload=GPT, cluster=CLUSTER, precision="bf16", **changes)
 
 
 def trials(noise: float = 0.01, sizes: Sequence[int] = (1, 4)) -> list[Trial]:

@@ -27,6 +27,7 @@ from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.documents import checked
+from tests.search.learn import synthetic
 from tests.search.price.profiles import MODEL, profile
 
 CLUSTER = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "test")[0]
@@ -82,20 +83,8 @@ def truth_s(strategy: Strategy) -> float:
 
 
 def trial(strategy: Strategy, seconds: float | None, **more: object) -> Trial:
-    values: dict[str, object] = {
-        "source": "test",
-        "id": "",
-        "group": str(strategy),
-        "workload": WORKLOAD,
-        "cluster": CLUSTER,
-        "strategy": strategy,
-        "software": TERAPIPE,
-        "precision": "fp32",
-        "iteration_time_s": seconds,
-        "peak_memory_bytes": None,
-        "out_of_memory": None,
-    }
-    return Trial(**(values | more))  # type: ignore[arg-type]
+    same = {"workload": WORKLOAD, "cluster": CLUSTER, "software": TERAPIPE, "precision": "fp32"}
+    return synthetic.trial(strategy, seconds, **{"group": str(strategy), **same, **more})
 
 
 def trials(noise: float = 0.0, count: int = 6) -> list[Trial]:

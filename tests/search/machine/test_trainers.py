@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published
-from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.flags import TRAINERS
@@ -22,6 +21,7 @@ from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from tests.search.price.machines import gpt
 from tests.search.problems import small_problem
 
 PUBLISHED = read_trainers(str(published.TRAINERS)).software
@@ -90,9 +90,7 @@ def test_neither_a_file_nor_a_name() -> None:
         find_software("megatron")
 
 
-GPT_NEO = gpt_workload(
-    ModelConfig(num_layers=32, hidden_size=2560, num_attention_heads=32, seq_length=2048, vocab_size=128256)
-)
+GPT_NEO = gpt_workload(gpt(32, 2560, 32, 2048, 128256))
 BLOCK, GH200 = GPT_NEO.layers[1], device("GH200-96GB")
 EFFICIENCY = HardwareEfficiency()
 DEEPSPEED_EAGER = PUBLISHED["deepspeed-eager"]

@@ -1,6 +1,7 @@
 """A model, clusters and strategies that the tests of costs price."""
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.devices import Device
@@ -17,9 +18,15 @@ NODE = Node(
     network=Link(bandwidth=25e9, latency_s=5e-6),
     num_network_cards=4,
 )
-GPT = gpt_workload(
-    ModelConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=51200)
-)
+
+
+def gpt(layers: int, hidden: int, heads: int, tokens: int, words: int, **more: Any) -> ModelConfig:
+    """A model by its sizes."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": tokens}
+    return ModelConfig(**sizes, vocab_size=words, **more)
+
+
+GPT = gpt_workload(gpt(24, 2048, 16, 2048, 51200))
 
 
 def nodes(count: int, **changes: object) -> Cluster:

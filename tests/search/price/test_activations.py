@@ -10,19 +10,13 @@ from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, logit_limits
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
+from tests.search.price.machines import gpt
 
 HIDDEN, HEADS, TOKENS = 6144, 64, 2048
 
 
 def block(**parts: object) -> tuple[ModelConfig, Layer]:
-    model = ModelConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        seq_length=TOKENS,
-        vocab_size=51200,
-        **parts,  # type: ignore[arg-type]
-    )
+    model = gpt(2, HIDDEN, HEADS, TOKENS, 51200, **parts)
     return model, gpt_workload(model).layers[1]
 
 

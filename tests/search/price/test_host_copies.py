@@ -9,7 +9,6 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
-from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.machine.cluster import Cluster, HostMemory
 from megatron_terapipe.search.price.activations import StageBytes, TokenMemory, peak_held, rank_order
 from megatron_terapipe.search.price.cost_model import Pricing
@@ -17,13 +16,9 @@ from megatron_terapipe.search.price.memory import SHARE_OF_HOST
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.price.machines import NODE
+from tests.search.price.machines import NODE, gpt
 
-GPT = gpt_workload(
-    ModelConfig(
-        num_layers=16, hidden_size=1024, num_attention_heads=8, num_key_value_heads=4, seq_length=16384, vocab_size=1024
-    )
-)
+GPT = gpt_workload(gpt(16, 1024, 8, 16384, 1024, num_key_value_heads=4))
 
 
 def host_bytes(copies):

@@ -12,8 +12,6 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.timeline import Span, Timeline
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.devices import Device
-from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE
 from megatron_terapipe.search.price.activations import (
     SCORE_LIMIT,
@@ -33,19 +31,6 @@ MIB = 2**20
 COUNTS_ALONE = MemoryOverheads(
     framework_bytes=0.0, communicator_bytes=0.0, state_factor=1.0, activation_factor=1.0, working_factor=0.0
 )
-
-
-def cluster(num_devices: int = 8, memory_bytes: float = 80e9, is_gpu: bool = True) -> Cluster:
-    device = Device(
-        name="a device",
-        memory_bytes=memory_bytes,
-        memory_bandwidth=1e12,
-        half_flops=1e14,
-        single_flops=1e13,
-        is_gpu=is_gpu,
-    )
-    link = Link(bandwidth=1e11, latency_s=1e-6)
-    return Cluster(nodes=(Node(name="n", device=device, num_devices=num_devices, inside=link, network=link),))
 
 
 def workload(**sizes: object) -> Workload:
@@ -80,14 +65,14 @@ def test_measured_memory_of_the_engine(parts: dict[str, object], recompute: str,
             recompute=recompute,
         )
         first = MemoryModel(
-            workload=workload(**parts), cluster=cluster(2), precision="fp32", overheads=COUNTS_ALONE
+            workload=workload(**parts), cluster=nodes(1, num_devices=2), precision="fp32", overheads=COUNTS_ALONE
         ).predict(strategy)[0]
         held = first.activations + first.key_values + first.buffers
         assert held / MIB == pytest.approx(expected, rel=0.02)
 
 
 def test_parts_add_up_for_every_rank() -> None:
-    model = MemoryModel(workload=workload(), cluster=cluster())
+    model = MemoryModel(workload=workload(), cluster=nodes(1))
     strategy = Strategy(
         data_parallel_size=2,
         pipeline_parallel_size=4,
@@ -115,7 +100,7 @@ def test_ranks_of_bloom() -> None:
     bounds = (0, *range(5, 66, 6), 70)
     strategy = Strategy(tensor_parallel_size=size, pipeline_parallel_size=12, zero_stage=0, stage_partition=bounds)
     ranks = MemoryModel(
-        workload=bloom, cluster=cluster(48), software=MEGATRON_LM, precision="fp16", overheads=COUNTS_ALONE
+        workload=bloom, cluster=nodes(6), software=MEGATRON_LM, precision="fp16", overheads=COUNTS_ALONE
     ).predict(strategy)
     block = (12 * hidden**2 + 7 * hidden) / size + 6 * hidden
     assert ranks[1].weights == pytest.approx(2 * 6 * block)
@@ -125,7 +110,7 @@ def test_ranks_of_bloom() -> None:
 
 def test_a_limit_on_activations() -> None:
     """Qi et al. (arXiv 2401.10241 section 4): ZB-2p holds twice what 1F1B does, ZB-1p as much, on every rank."""
-    model = MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON_LM, precision="fp16")
+    model = MemoryModel(workload=workload(), cluster=nodes(1), software=MEGATRON_LM, precision="fp16")
     strategy = Strategy(pipeline_parallel_size=4, global_batch_size=16, zero_stage=0)
     plain = [rank.activations for rank in model.predict(strategy)]
     for limit in (1.0, 2.0):
@@ -154,7 +139,7 @@ def test_grids_of_counts_broadcast() -> None:
 
 
 def test_an_optimised_order_has_the_limit_of_1f1b() -> None:
-    model = MemoryModel(workload=workload(), cluster=cluster())
+    model = MemoryModel(workload=workload(), cluster=nodes(1))
     plain, optimised = (
         model.predict(Strategy(pipeline_parallel_size=4, global_batch_size=8, schedule=schedule))
         for schedule in ("1f1b", "optimised")
@@ -173,7 +158,7 @@ def test_an_optimised_order_has_the_limit_of_1f1b() -> None:
 def test_less_is_never_more(schedule: str, ranks: int, token_slices: int, micro_batches: int) -> None:
     """Recomputing more, sharing layers, and smaller micro-batches never take more memory."""
     # An additional communicator always takes memory.
-    model = MemoryModel(workload=workload(), cluster=cluster(), overheads=MemoryOverheads(communicator_bytes=0.0))
+    model = MemoryModel(workload=workload(), cluster=nodes(1), overheads=MemoryOverheads(communicator_bytes=0.0))
     base = {
         "pipeline_parallel_size": ranks,
         "num_token_slices": token_slices,

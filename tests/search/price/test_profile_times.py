@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, Point, Surface
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
+from tests.search.price.machines import gpt
 from tests.search.price.profiles import LENGTHS, MODEL, SIZES, profile, seconds, workload
 
 CPU = device("cpu-core")
@@ -139,9 +139,7 @@ def test_a_layer_that_does_not_attend_does_not_mind_where_a_token_slice_begins(m
 
 
 def test_other_sizes_are_refused() -> None:
-    other = gpt_workload(
-        ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, vocab_size=256)
-    )
+    other = gpt_workload(gpt(4, 128, 4, 64, 256))
     measured = MeasuredProfile(profile())
     with pytest.raises(ConfigError) as caught:
         times(measured, other.layers[1])

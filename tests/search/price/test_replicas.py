@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
@@ -18,16 +17,11 @@ from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.price.machines import A100
+from tests.search.price.machines import A100, gpt
 
-MODEL = gpt_workload(ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=4, seq_length=128, vocab_size=1024))
-FAST = Node(
-    name="fast",
-    device=A100,
-    num_devices=1,
-    inside=Link(bandwidth=1e12, latency_s=0),
-    network=Link(bandwidth=1e12, latency_s=0),
-)
+MODEL = gpt_workload(gpt(6, 256, 4, 128, 1024))
+LINK = Link(bandwidth=1e12, latency_s=0)
+FAST = Node(name="fast", device=A100, num_devices=1, inside=LINK, network=LINK)
 SLOW = replace(FAST, name="slow", device=replace(A100, name="slow", half_flops=100e12))
 
 

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
@@ -14,19 +13,10 @@ from megatron_terapipe.search.price.memory import MemoryModel
 from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, head_exchange_s
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.price.machines import A100, nodes
+from tests.search.price.machines import A100, gpt, nodes
 
 TOKENS, HEADS, KEYS, HEAD_SIZE = 8192, 16, 4, 128
-GROUPED = gpt_workload(
-    ModelConfig(
-        num_layers=4,
-        hidden_size=HEADS * HEAD_SIZE,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEYS,
-        seq_length=TOKENS,
-        vocab_size=1024,
-    )
-)
+GROUPED = gpt_workload(gpt(4, HEADS * HEAD_SIZE, HEADS, TOKENS, 1024, num_key_value_heads=KEYS))
 BLOCK = GROUPED.layers[1]
 FAST_HOST = HardwareEfficiency(launch_s=1e-9)
 """No op waits for its launches, which are as many however few rows there are."""

@@ -22,16 +22,10 @@ from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.search.answer import answers
 from tests.search.answer.answers import BEST, answer
+from tests.search.price.machines import gpt
 from tests.search.problems import FAST, SLOW, node, small_cluster
 
-LARGE_VOCABULARY = ModelConfig(
-    num_layers=8,
-    hidden_size=1024,
-    num_attention_heads=8,
-    seq_length=2048,
-    vocab_size=64_000,
-    untie_embeddings_and_output_weights=True,
-)
+LARGE_VOCABULARY = gpt(8, 1024, 8, 2048, 64_000, untie_embeddings_and_output_weights=True)
 TIED = replace(LARGE_VOCABULARY, untie_embeddings_and_output_weights=False)
 UNEVEN = replace(LARGE_VOCABULARY, make_vocab_size_divisible_by=2)
 STRATEGY = Strategy(pipeline_parallel_size=4, num_token_slices=4, global_batch_size=8)
