@@ -145,7 +145,7 @@ def test_plan_search_and_trainer_run_where_there_is_no_checkout(built: Built, tm
         f"cp -r {examples} .",
         "python -m deepspeed_ext.plan --schedule 1f1b --stages 2 --micro-batches 2 --html schedule.html",
         "terapipe search rank examples/models/tiny.json examples/clusters/this-machine.json --global-batch-size 4 "
-        "--output plan --html search.html",
+        "--num-token-slices 1 --output plan --html search.html",
         "bash plan/launch.sh --dry-run",
     ):
         _run(command.split(), tmp_path, **variables)

@@ -4,7 +4,6 @@ The command runs in this process, as rank 0 of a launch: it must not reach a pro
 `test_launched_faults`.
 """
 
-import json
 import shutil
 import socket
 import subprocess
@@ -52,6 +51,8 @@ class Trainer:
 
 @pytest.fixture
 def refused(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Trainer:
+    (tmp_path / "file").touch()
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64}')
     # DeepSpeed prints once in a process that it found no GPU.
     get_accelerator()
     capfd.readouterr()
@@ -72,6 +73,22 @@ FLAGS = {
         "--global-batch-size 6 WORLD_SIZE=8",
         ("--global-batch-size 6", "--micro-batch-size 2", "8"),
     ),
+    **{
+        f"{flag}_below_a_file": (
+            f"--{flag} FOLDER/file/below",
+            (f"--{flag} FOLDER/file/below ", "FOLDER/file is not a directory: "),
+        )
+        for flag in ("save", "metrics-file", "timeline")
+    },
+    "metrics_file_is_a_folder": (
+        "--metrics-file /",
+        ("--metrics-file / cannot be written, because it is a directory: give another",),
+    ),
+    "metrics_file_of_the_system": (
+        "--metrics-file /proc/version",
+        ("--metrics-file /proc/version cannot be written, because /proc/version is not writable: give another",),
+    ),
+    "deepspeed_config": ("--deepspeed-config FOLDER/ds.json", ("train_batch_size", "64", "--global-batch-size")),
     "half_an_environment": ("WORLD_SIZE=", ("WORLD_SIZE", "RANK", "torchrun")),
 }
 
@@ -121,32 +138,10 @@ def test_a_checkpoint_of_another_run(refused: Trainer, trained: Trained) -> None
     assert "global_step4" in refused("--load", trained.checkpoints, "--load-tag", "global_step4")
 
 
-@pytest.mark.parametrize("flag", ["--save", "--metrics-file", "--timeline"])
-def test_an_output_that_cannot_be_written(refused: Trainer, flag: str) -> None:
-    (refused.folder / "file").write_text("")
-    line = refused(flag, refused.folder / "file" / "below")
-    assert line.startswith(f"{flag} FOLDER/file/below ") and "FOLDER/file is not a directory: " in line
-
-
 def test_the_checkpoints_of_a_run_that_goes_on(refused: Trainer) -> None:
     with only_run_in(refused.folder / "shared"):
         line = refused("--save", refused.folder / "shared")
     assert line.startswith(f"--save FOLDER/shared is in use by another run (host {socket.gethostname()}, process ")
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"), [("/", "it is a directory"), ("/proc/version", "/proc/version is not writable")]
-)
-def test_a_metrics_file_of_the_system(refused: Trainer, path: str, reason: str) -> None:
-    line = refused("--metrics-file", path)
-    assert line == f"--metrics-file {path} cannot be written, because {reason}: give another"
-
-
-def test_a_deepspeed_config_that_contradicts_a_flag(refused: Trainer) -> None:
-    path = refused.folder / "ds.json"
-    path.write_text(json.dumps({"train_batch_size": 64}))
-    line = refused("--deepspeed-config", path)
-    assert "train_batch_size" in line and "64" in line and "--global-batch-size" in line
 
 
 def test_one_rank_of_a_host_prints_the_error(refused: Trainer) -> None:
