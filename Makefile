@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # The newest torch this project is tested with. On a machine with a GPU pip takes the CUDA build of it.
 TORCH ?= torch==2.13.0
+# Modules are compiled once, not in each of the processes that tests start, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 # Files of tests that run at the same time: one more than two cores, since a launch waits as long as it computes.
 WORKERS ?= 3
 VENV := .venv

@@ -53,7 +53,7 @@ def run_distributed(function: Callable[..., Any], world_size: int, *arguments: A
 
 def run_each(function: Callable[[Any], Any], world_size: int, items: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Call `function(item)` for one item after another on every rank of one launch; results by item, then by rank."""
-    return list(zip(*run_distributed(_each, world_size, function, items), strict=True))
+    return list(zip(*run_distributed(one_by_one, world_size, function, items), strict=True))
 
 
 def results_by_setup(function: Callable[[Any], Any], setups: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -67,7 +67,8 @@ def results_by_setup(function: Callable[[Any], Any], setups: Sequence[Any]) -> C
     return lambda setup: launched(setup.world_size)[setup]
 
 
-def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def one_by_one(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """On every rank of a launch: results of `function(item)` by item, each with process groups of its own."""
     import torch.distributed as dist
 
     store, results = dist.distributed_c10d._get_default_store(), []

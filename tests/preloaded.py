@@ -10,6 +10,7 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import deepspeed.ops
 import hypothesis.strategies  # noqa: F401
 import numpy.testing  # noqa: F401
 import pytest  # noqa: F401
@@ -25,6 +26,8 @@ from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.solve.orders import optimise
 
+# DeepSpeed tries the builders of its ops when it is first asked, and imports setuptools.
+assert deepspeed.ops.__compatible_ops__
 # numba compiles or loads the optimiser here, and in no rank.
 optimise(PipelineShape(2, 2, 2), attention_costs(PipelineShape(2, 2, 2), (0.5, 0.5), 0.5), effort=1e-6)
 

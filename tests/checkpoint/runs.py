@@ -56,12 +56,8 @@ class Task:
     """Iterations before saving."""
 
 
-def perform(tasks: list[Task]) -> list[Outcome]:
-    """On every rank: all tasks, each with an engine of its own."""
-    return [_perform(task) for task in tasks]
-
-
-def _perform(task: Task) -> Outcome:
+def perform(task: Task) -> Outcome:
+    """On every rank: a task, with an engine of its own."""
     # DeepSpeed requires a CPU with fast fp16; a slow one is enough here.
     get_accelerator().is_fp16_supported = lambda: True
     run = run_of(task.way, task.load)

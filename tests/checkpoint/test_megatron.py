@@ -28,7 +28,7 @@ from tests.checkpoint.megatron_files import (
     samples,
     write_checkpoints,
 )
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.training.prepared import prepared_run
 
 pytest.importorskip("megatron.core")
@@ -76,7 +76,7 @@ def test_runs_continue_as_megatron_does(tmp_path: Path) -> None:
         assert convert.main(["from-megatron", "--load", str(folders[name]), "--output", str(output)]) == 0
         loads.append((name, output))
     runs = [f"{RUN} {CASES[name][1]} --load {load}" for name, load in loads]
-    for (name, _), found in zip(loads, run_distributed(continued, 2, runs)[-1], strict=True):
+    for (name, _), (_, found) in zip(loads, run_each(continued, 2, runs), strict=True):
         there = expected[folders[name]]
         exact = "bf16" not in CASES[name][1]
         assert found["iteration"] == BEFORE and found["samples"] == BEFORE * ROWS
@@ -84,13 +84,9 @@ def test_runs_continue_as_megatron_does(tmp_path: Path) -> None:
         assert found["norms"] == pytest.approx(there.gradient_norms, rel=1e-5 if exact else 4e-2), name
 
 
-def continued(runs: list[str]) -> list[dict[str, Any]]:
-    """On every rank: the updates after the checkpoint of each run."""
-    return [_continued(run.split()) for run in runs]
-
-
-def _continued(words: list[str]) -> dict[str, Any]:
-    run = prepared_run(parse_arguments(words))
+def continued(words: str) -> dict[str, Any]:
+    """On every rank: the updates after the checkpoint of a run."""
+    run = prepared_run(parse_arguments(words.split()))
     engine = build_engine(run)
     config = run.config
     rates = LearningRateSchedule.from_config(config.optimizer, config.training, global_batch_size=ROWS, seq_length=SEQ)

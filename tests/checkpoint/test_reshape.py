@@ -15,7 +15,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.inference import WholeModel
 from tests.checkpoint.runs import BEFORE, Outcome, Task, Way, perform
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 
 ONE = Way("one rank", 1, "--zero-stage 0")
 ONE_ZERO_1 = Way("one rank, ZeRO 1", 1, "--zero-stage 1 --num-token-slices 2")
@@ -146,8 +146,8 @@ def outcomes(folder: Path) -> dict[tuple[str, int], Ranks]:
                 number, task = links.pop(0)
                 batch.append(((name, number), task))
         if batch:
-            ranks = run_distributed(perform, world_size, [task for _, task in batch])
-            found |= {key: [rank[number] for rank in ranks] for number, (key, _) in enumerate(batch)}
+            keys, tasks = zip(*batch, strict=True)
+            found |= zip(keys, map(list, run_each(perform, world_size, tasks)), strict=True)
         if not any(left.values()):
             return found
     raise AssertionError

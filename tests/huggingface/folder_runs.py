@@ -42,11 +42,6 @@ class Step:
     cuts: dict[tuple[int, str], int | None]
 
 
-def first_steps(folders: list[Path], flags: str) -> list[Step]:
-    """On every rank: the first step from each folder, each with an engine of its own."""
-    return [_first_step(folder, flags) for folder in folders]
-
-
 def batches() -> list[MicroBatch]:
     """The micro-batches of the step."""
     generator = torch.Generator().manual_seed(2)
@@ -85,7 +80,9 @@ def resume(folder: Path, save: Path) -> Resumed:
     return Resumed(again.start.iteration, again.checkpoint[1].family, loss, engine.train_batch(iter(batches())).item())
 
 
-def _first_step(folder: Path, flags: str) -> Step:
+def first_step(flags: str, folder: Path) -> Step:
+    """On every rank: the first step from a folder."""
+
     def optimizer(_: object, parameters: Any) -> RecordingSGD:
         return RecordingSGD([parameter for _, parameter in parameters], lr=1.0)
 

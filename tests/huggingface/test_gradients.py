@@ -5,6 +5,7 @@ Gradients are turned into theirs by the rules of the weights, which are linear. 
 difference over the norm of the tensor.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.registry import FAMILIES, read_model
 from megatron_terapipe.huggingface.folder_weights import meta_layer, rules_of
 from megatron_terapipe.huggingface.weight_rules import split_layer
-from tests.distributed import run_distributed
-from tests.huggingface.folder_runs import PP2, TP2, Step, batches, first_steps
+from tests.distributed import run_each
+from tests.huggingface.folder_runs import PP2, TP2, Step, batches, first_step
 
 pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -104,8 +105,8 @@ def test_two_stages_and_two_expert_ranks_with_four_token_slices(
 
 
 def _steps(folders: dict[str, Path], names: list[str], flags: str, ranks: int = 2) -> dict[str, list[Step]]:
-    by_rank = run_distributed(first_steps, ranks, [folders[name] for name in names], flags)
-    return {name: [steps[index] for steps in by_rank] for index, name in enumerate(names)}
+    found = run_each(partial(first_step, flags), ranks, [folders[name] for name in names])
+    return dict(zip(names, map(list, found), strict=True))
 
 
 def _check(name: str, folder: Path, steps: list[Step]) -> None:

@@ -17,6 +17,7 @@ from deepspeed_ext.runtime.gradients.expert_weights import is_of_experts
 from deepspeed_ext.runtime.gradients.gradient_norm import ZeroGradients
 from deepspeed_ext.runtime.health.states import differences
 from deepspeed_ext.runtime.topology import ExpertParallelRanks, own_group
+from tests.distributed import one_by_one
 from tests.runtime.models import HIDDEN, VOCAB, batches, loss_fn
 from tests.runtime.reference import BASE_SEED
 from tests.runtime.training import ROWS, Setup, as_numpy, build
@@ -182,10 +183,12 @@ SETUPS = [
 def trained_in_all_setups() -> list[dict[str, Any]]:
     """Results of this rank, with reductions and gathers under ops and after them."""
     get_accelerator().is_fp16_supported = lambda: True
-    return [
-        trained(setup, {"overlap_grad_reduce": number % 3 > 0, "overlap_param_gather": number % 2 == 0})
-        for number, setup in enumerate(SETUPS)
-    ]
+    return one_by_one(
+        lambda number: trained(
+            SETUPS[number], {"overlap_grad_reduce": number % 3 > 0, "overlap_param_gather": number % 2 == 0}
+        ),
+        range(len(SETUPS)),
+    )
 
 
 def trained_on_one() -> dict[str, Any]:

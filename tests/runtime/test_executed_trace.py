@@ -8,7 +8,7 @@ import pytest
 from deepspeed_ext.plan.ops import PipelineShape, prerequisites, result
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.timeline import Timeline, executed_order
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.runtime.training import Setup, build, feed
 
 CLOCK_RESOLUTION_S = 1e-6
@@ -22,25 +22,22 @@ SETUPS = [
 ]
 
 
-def _timelines(setups: list[Setup]) -> list[tuple[str, float]]:
-    """Per setup, the timeline, and when this rank's clock started by the clock that all ranks of a host share."""
-    measured = []
-    for setup in setups:
-        engine = build(setup)
+def _timeline(setup: Setup) -> tuple[str, float]:
+    """The timeline, and when this rank's clock started by the clock that all ranks of a host share."""
+    engine = build(setup)
+    engine.train_batch(feed(engine, setup))
+    with engine.timeline() as timelines:
+        started = engine.observers._members[-1]._origin
         engine.train_batch(feed(engine, setup))
-        with engine.timeline() as timelines:
-            started = engine.observers._members[-1]._origin
-            engine.train_batch(feed(engine, setup))
-        (timeline,) = timelines
-        measured.append((timeline.to_json(), started))
-    return measured
+    (timeline,) = timelines
+    return timeline.to_json(), started
 
 
 @cache
 def _measured(pp: int) -> dict[Setup, tuple[Timeline, list[float]]]:
     setups = [setup for setup in SETUPS if setup.pp == pp]
     measured = {}
-    for setup, ranks in zip(setups, zip(*run_distributed(_timelines, pp, setups), strict=True), strict=True):
+    for setup, ranks in zip(setups, run_each(_timeline, pp, setups), strict=True):
         (text,) = {text for text, _ in ranks}  # every rank gets the whole timeline
         measured[setup] = Timeline.from_json(text), [started for _, started in ranks]
     return measured

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.training.step import memory_line, parameter_norm, peak_memory_by_stage, peak_memory_bytes
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_each
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
 from tests.runtime.reference import Reference, reference_gradients, relative_error
 from tests.runtime.training import ROWS, Setup, as_numpy, batches_of, build
@@ -76,20 +76,15 @@ def _put_back(engine, kept: dict[str, torch.Tensor]) -> None:
             return
 
 
-def _steps_of_all(setups: list[Setup]) -> list[list[tuple[float, float, dict[str, np.ndarray]]]]:
-    return [_steps(setup) for setup in setups]
-
-
 def test_every_step_has_the_norm_and_the_clipped_gradient_of_its_own_batch() -> None:
-    by_rank = run_distributed(_steps_of_all, 2, RAMPS)
-    for index, setup in enumerate(RAMPS):
+    for setup, by_rank in zip(RAMPS, run_each(_steps, 2, RAMPS), strict=True):
         tolerance = TOLERANCE[setup.dtype]
         for number, count in enumerate(SIZES):
             loss, gradients = reference_gradients(replace(setup, micro_batches=count))
             norm = float(np.sqrt(sum(np.square(each).sum() for each in gradients.values())))
             assert norm > 2 * CLIP, "clipping must have an effect"
             for rank, found in enumerate(by_rank):
-                mine = found[index][number]
+                mine = found[number]
                 case = f"{setup}, step {number} of {count} micro-batches, rank {rank}"
                 assert mine[0] == pytest.approx(loss, rel=tolerance), case
                 assert mine[1] == pytest.approx(norm, rel=tolerance), case
