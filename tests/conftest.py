@@ -18,12 +18,10 @@ settings.register_profile("project", deadline=None, suppress_health_check=[Healt
 settings.register_profile("repeated", settings.get_profile("project"), derandomize=True)
 
 LONGEST = (
-    *("test_gpt_equivalence.py", "test_search_then_train.py", "test_on_ranks.py", "test_reshape.py"),
-    *("test_training_loop.py", "test_engine_equivalence.py", "test_faults.py", "test_launched_faults.py"),
-    "test_resume.py",
-    *("test_found_schedules.py", "test_targets.py", "test_commands.py", "test_lowering_properties.py"),
+    *("test_gpt_equivalence.py", "test_search_then_train.py", "test_faults.py", "test_launched_faults.py"),
+    *("test_targets.py", "test_commands.py", "test_lowering_properties.py"),
 )
-"""Files that take longest, the longest first. They run first, so that no worker ends long after the others."""
+"""Files that take longest, the longest first; all that start ranks run with the first of them (tests/lanes.py)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

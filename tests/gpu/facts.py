@@ -174,15 +174,12 @@ def _products(tokens: int, into: int, out: int, repeats: int) -> Iterator[str]:
     yield ", ".join(errors)
 
 
-SHAPES = ((1, 0), (1, 4096), (7, 33), (128, 4096), (1000, 1000), (2048, 0), (2048, 6144), (2048, 30720))
-"""Queries, and keys before them."""
-
-
 def attention(shapes: Sequence[tuple[int, int]], long: tuple[int, int], repeats: int) -> Iterator[Section]:
     """Errors of the kernels of a device beside attention written out, then rates of whole layers.
 
     Args:
-        long: queries and keys before them, of the rates.
+        shapes: queries, and keys before them, of the errors.
+        long: the same of the rates.
     """
     device = torch.device(get_accelerator().current_device_name())
     errors = Section(
