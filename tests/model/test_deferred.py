@@ -133,18 +133,6 @@ def test_sequence_parallel_ranks_keep_their_own_tokens_and_gather_later() -> Non
     assert all(torch.equal(whole, parts) for whole, parts in zip(*seen, strict=True))
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_get_each_gradient_at_once(register: str) -> None:
-    weight, words = drawn(8, 5, seed=1), drawn(8, 5, seed=2)
-    weight_gradients = attached(weight, words)
-    calls: list[Tensor] = []
-    for each in (weight, words):
-        getattr(each, register)(calls.append)
-    loss = tensor_parallel.linear(tensor_parallel.embedding(torch.tensor([[1, 2]]), words), weight).sum()
-    assert deferred_by(loss, weight_gradients) == []
-    assert len(calls) == 2
-
-
 def test_every_matrix_of_the_model_can_be_deferred() -> None:
     """But the learned positions, which are few."""
     model = model_config(hidden_size=16, num_attention_heads=4, num_layers=1)
