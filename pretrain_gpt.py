@@ -2,7 +2,7 @@
 
     model    `layers` below, by the flags of `--help model`
     loss     `loss` below
-    data     by the flags of `--help data`: token ids that `terapipe data` wrote, or `--mock-data`
+    data     by the flags of `--help data`: token ids that `terapipe preprocess` wrote, or `--mock-data`
     flags    fields of the sections in `megatron_terapipe/config`
 
 All else is in `megatron_terapipe/training/pretrain.py`, in this order: parse, prepare, build, train.
