@@ -120,6 +120,7 @@ REFUSED: list[Row] = [
     ),
     ("rank 4 is outside 0..3", lambda: ParallelLayout(data_parallel_size=4).coordinate(4)),
     *rows("does not rise from 0", StagePartition, (), (0,), (1, 5), (0, 5, 5, 9), (0, 0), (0, 5, 3)),
+    *rows("does not rise from 0", StagePartition.parse, "0,0,0,5", "0,5,5,5", "0,-1,5"),
     *rows("is neither uniform", StagePartition.parse, "balance", "0,five", "missing.json"),
     ("give 4 bounds, the last one 12", lambda: PARTITION.covering(12, 3)),
     *rows("give between 1 and 3 stages", partial(StagePartition.uniform, 3), 0, 4),

@@ -112,7 +112,7 @@ def request_of(options: argparse.Namespace) -> Request:
     if options.schedule in _NAMES:
         with ProgressLine() as line:
             return _of_name(options, line.part("searching"))
-    return _of_file(options, _schedule_file(options.schedule))
+    return _of_file(options)
 
 
 def _of_name(options: argparse.Namespace, progress: Progress) -> Request:
@@ -153,7 +153,11 @@ def _with_placement(
     return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
 
 
-def _of_file(options: argparse.Namespace, path: Path) -> Request:
+def _of_file(options: argparse.Namespace) -> Request:
+    path = Path(options.schedule)
+    if not (path.exists() or path.suffix or len(path.parts) > 1):
+        names = ", ".join([*SCHEDULES, OPTIMISED])
+        raise PlanError(f"schedule {path.name!r} is not known: choose one of {names}, or the path of a schedule file")
     shape, orders = read_schedule(path)
     num_token_slices, lengths = _token_slices(options.token_slices or str(shape.num_token_slices), options.seq_length)
     of_file = {
@@ -169,15 +173,6 @@ def _of_file(options: argparse.Namespace, path: Path) -> Request:
     if options.solve_slices:
         raise UserError("--solve-slices cuts for a schedule that has a name, not for one of a file: drop it")
     return Request(path.stem, shape, lengths, _costs(options, shape, lengths, orders), orders)
-
-
-def _schedule_file(name: str) -> Path:
-    """The file of a schedule without a known name."""
-    path = Path(name)
-    if path.exists() or path.suffix or len(path.parts) > 1:
-        return path
-    names = ", ".join([*SCHEDULES, OPTIMISED])
-    raise PlanError(f"schedule {name!r} is not known: choose one of {names}, or the path of a schedule file")
 
 
 def _check(options: argparse.Namespace) -> None:
