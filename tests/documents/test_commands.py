@@ -37,6 +37,8 @@ OURS = re.compile(
 """Commands of which the flags are checked where they are not run."""
 TRAINS = re.compile(BEGIN + r"(?:(?:deepspeed|torchrun) .*pretrain_gpt\.py|terapipe train |bash \S*launch\.sh)")
 READS_A_RUN = re.compile(r"terapipe (?:generate|convert to-|report|plan --timeline)(?!.*--load qwen)")
+OF_A_RUN = ("checkpoints", "metrics.jsonl", "measured", "runs/a", "runs/b")
+"""What they read, by its names in the documents."""
 TINY_RUN = shlex.join([*MODEL, *TRAINING[:8], "--mock-data", *PIPELINE])
 """Flags that `...` stands for."""
 MINUTES = 10
@@ -132,8 +134,9 @@ def run_page(path: Path, folder: Path, trained: Path, *, whole: bool) -> None:
 def _check(block: Block, command: str, folder: Path, trained: Path) -> None:
     brought = []
     if READS_A_RUN.search(command):
-        brought = [path.name for path in trained.iterdir() if not (folder / path.name).exists()]
+        brought = [name for name in OF_A_RUN if not (folder / name).exists()]
         for name in brought:
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).symlink_to(trained / name)
     done = warm.run(command, folder, timeout_s=60 * MINUTES)
     for name in brought:
