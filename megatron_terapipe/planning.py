@@ -1,9 +1,9 @@
 """The plan of a run, found before it starts: number of ranks, cost model, strategy, schedule and token slices.
 
 All of this follows from the flags, the files that they name and the numbers of ranks, and from no device of this
-process. So all ranks, a dry run on a login node and the commands of the search give the same answer for the same run
-(docs/adr/0029). Read from the end: `plan_run` calls everything above it. The search is imported within functions,
-because it loads numpy and solvers, and not every run needs them.
+process. So a run, a dry run on a login node and the commands of the search give the same answer (docs/adr/0029); of the
+ranks of a run the first one searches. Read from the end: `plan_run` calls everything above it. The search is imported
+within functions, because it loads numpy and solvers, and not every run needs them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
