@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from deepspeed_ext.plan.layout import StagePartition
-from megatron_terapipe.config.experts import ExpertSettings
+from megatron_terapipe.config.experts import EXPERT_FIELDS
 from megatron_terapipe.config.options import check, option, with_value
 from megatron_terapipe.errors import ConfigError
 
@@ -149,8 +149,8 @@ def normalize_flags(typed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a command line, with Megatron's replaced by those that have their meaning here."""
     given = dict(typed)
     if given.get("num_experts") in (0, 1):
-        for each in fields(ExpertSettings):
-            given.pop(each.name, None)
+        for name in EXPERT_FIELDS:
+            given.pop(name, None)
     if given.get("moe_router_score_function") == "sigmoid":
         given.pop("moe_router_pre_softmax", None)  # Megatron reads it for softmax only.
     if given.get("legacy_tokenizer") and given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in given:

@@ -21,7 +21,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.experts import ExpertSettings
+from megatron_terapipe.config.experts import EXPERT_FIELDS
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.config.model import OF_TRAINING
 from megatron_terapipe.config.options import flag
@@ -168,7 +168,7 @@ class CheckpointInfo:
     def __post_init__(self) -> None:
         if self.model.get("num_experts") is None:
             # Versions without experts read the checkpoints of dense models, too.
-            of_experts = {"expert_parallel_size", *(each.name for each in fields(ExpertSettings))}
+            of_experts = {"expert_parallel_size", *EXPERT_FIELDS}
             for name in ("model", "layout"):
                 kept = {key: value for key, value in getattr(self, name).items() if key not in of_experts}
                 object.__setattr__(self, name, kept)

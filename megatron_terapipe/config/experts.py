@@ -11,11 +11,12 @@
 A softmax over the chosen logits is the softmax over all of them, divided by the sum of the chosen: both are one rule.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_terapipe.config.layers import MOST_WIDTH, layers_of_pattern
 from megatron_terapipe.config.options import option
+from megatron_terapipe.config.sizes import ModelSizes
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, TRAINING_CANNOT_BE_RUN, ConfigError
 
 _ALL_TOKENS = (
@@ -57,7 +58,7 @@ class RoutingRule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertSettings:
+class ExpertSettings(ModelSizes):
     """Layers of experts in a model."""
 
     num_experts: int | None = option(None, least=1, most=MOST_EXPERTS)
@@ -177,6 +178,10 @@ class ExpertSettings:
                 "or drop --num-experts"
             )
         return layers
+
+
+EXPERT_FIELDS = frozenset(each.name for each in fields(ExpertSettings)) - {each.name for each in fields(ModelSizes)}
+"""Fields about experts."""
 
 
 def check_experts(settings: ExpertSettings) -> None:

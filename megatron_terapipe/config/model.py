@@ -6,8 +6,6 @@ from typing import Literal
 
 from megatron_terapipe.config.experts import check_experts
 from megatron_terapipe.config.layers import (
-    MOST_HEADS,
-    MOST_WIDTH,
     BlockShape,
     block_shapes,
     canonical_layers,
@@ -31,30 +29,6 @@ OF_TRAINING = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(RotationSettings):
     """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2."""
-
-    model_preset: str | None = option(None, metavar="NAME|PATH")
-    """Take the sizes and the parts of a published model: its name (an unknown name lists them), or a
-    config.json of Hugging Face, or the folder that holds one. Flags win over it."""
-
-    num_layers: int = option(least=1, most=10_000)
-    """Transformer layers."""
-
-    hidden_size: int = option(least=1, most=1_000_000)
-    """Width of the residual stream."""
-
-    ffn_hidden_size: int = option(
-        derived="4 x --hidden-size; 8/3 x --hidden-size, rounded down to 64, with a gate", least=1, most=MOST_WIDTH
-    )
-    """Width of the hidden layer of the MLP."""
-
-    num_attention_heads: int = option(least=1, most=MOST_HEADS)
-    """Query heads of each attention."""
-
-    num_key_value_heads: int = option(
-        derived="--num-attention-heads", aliases=("--num-query-groups",), least=1, most=MOST_HEADS
-    )
-    """Key and value heads of each attention. If there are fewer than query heads, several query heads share one
-    (grouped-query attention)."""
 
     no_rope_freq: str | None = option(None, metavar="PATTERN")
     """Layers without rotations: a number N for every Nth layer, or a list with a 1 for each such layer,

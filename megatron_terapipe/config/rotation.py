@@ -20,15 +20,6 @@ from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 class RotationSettings(RecurrenceSettings):
     """Positions of the tokens in a model."""
 
-    kv_channels: int = option(derived="--hidden-size / --num-attention-heads", least=1, most=1_000_000)
-    """Width of one head."""
-
-    seq_length: int = option(least=1, most=10**9)
-    """Tokens of one training sequence."""
-
-    max_position_embeddings: int = option(derived="--seq-length", least=1, most=10**9)
-    """Longest sequence that the model can process. With learned positions, their number."""
-
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute",
         # Scripts pass the second together with RoPE: it is about the learned positions.
