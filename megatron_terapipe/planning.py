@@ -207,7 +207,7 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
     if parallel.op_profile is not None:
         try:
             profile = read_profile(parallel.op_profile)
-        except ConfigError as error:
+        except UserError as error:
             raise ConfigError(f"--op-profile: {error}") from None
         device, assumed, described = profile.device, "", "--op-profile"
         if profile.accelerator == "cpu":
