@@ -163,15 +163,18 @@ def is_orphan(launch: Sequence[Ancestor], environment: Mapping[str, str] = os.en
 
 
 _LOOK_S = 0.5
-"""Seconds between two looks at processes."""
+"""Seconds between two looks at processes without a file descriptor that is readable at their end, as Linux has."""
 
 
 class ProcessEnds:
-    """Processes, by names, and which of them have ended. For one thread, which a byte in the file `wake` wakes."""
+    """Processes, by names, and those that have ended. For one thread."""
 
     def __init__(self, wake: int) -> None:
-        self._wake, self._num_reported = wake, 0
-        self._watched: dict[Ancestor | int, tuple[int, float | None]] = {}
+        self._wake = wake
+        self._running: dict[Ancestor | int, tuple[int, float]] = {}
+        self._descriptors: dict[Ancestor | int, int] = {}
+        self._ended: set[Ancestor | int] = set()
+        self._num_reported = 0
 
     def add(self, name: Ancestor | int, pid: int, *, start: float | None = None) -> None:
         """Watch another process.
@@ -179,18 +182,35 @@ class ProcessEnds:
         Args:
             start: time at which it started, to distinguish it from a later process of that number; None for any.
         """
-        self._watched[name] = pid, start_of(pid) if start is None else start
+        found = start_of(pid)
+        if found is None or start not in (None, found):
+            self._ended.add(name)
+        else:
+            self._running[name] = pid, found
+            with suppress(AttributeError, OSError):
+                self._descriptors[name] = os.pidfd_open(pid)
 
     def wait(self, seconds: float) -> set[Ancestor | int]:
         """Names of all that have ended, as soon as there is a new one or a byte to read, or after some seconds."""
-        deadline, woken = time.monotonic() + seconds, False
+        deadline = time.monotonic() + seconds
         while True:
-            ended = {name for name, (pid, start) in self._watched.items() if start is None or start_of(pid) != start}
-            left = deadline - time.monotonic()
-            if woken or left <= 0 or len(ended) > self._num_reported:
-                self._num_reported = len(ended)
-                return ended
-            woken = bool(select.select([self._wake], [], [], min(left, _LOOK_S))[0])
+            has_news = len(self._ended) > self._num_reported
+            remaining = 0.0 if has_news else max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select([self._wake, *self._descriptors.values()], [], [], min(remaining, _LOOK_S))
+            ended = [name for name, (pid, start) in self._running.items() if start_of(pid) != start]
+            self._ended.update(ended)
+            for name in ended:
+                del self._running[name]
+                if name in self._descriptors:
+                    os.close(self._descriptors.pop(name))
+            if readable or ended or has_news or time.monotonic() >= deadline:
+                self._num_reported = len(self._ended)
+                return set(self._ended)
+
+    def close(self) -> None:
+        """Close the file descriptors."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
 
 _SLOT = struct.Struct("=iii")

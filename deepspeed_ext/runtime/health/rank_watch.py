@@ -309,7 +309,7 @@ class RankWatch:
             self._news.end()
 
     def end_is_explained(self) -> None:
-        """RankMark this rank as about to end for a reason that has been printed."""
+        """Mark this rank as about to end for a reason that has been printed."""
         self._mark(RankMark.ENDING)
 
     # ------------------------------------------------------------------ the thread
@@ -324,6 +324,7 @@ class RankWatch:
                 complete = self._host is None or len(self._others) == self.place.local_size - 1
                 self._look(self._ends.wait(60.0 if complete else _LOOK_FOR_RANKS_S))
         finally:
+            self._ends.close()
             if self._host is not None:
                 self._host.remove_file()
 

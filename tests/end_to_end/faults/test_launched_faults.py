@@ -48,7 +48,7 @@ def test_an_error_of_one_rank_ends_all_ranks(data: Path, tmp_path: Path) -> None
     assert error_lines(run.output()) == ["error: the text of iteration 3 is gone: bring it back"]
     assert not run.survivors()
     assert len(read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
-    # The cause follows the lost connection of rank 0, unless the launcher of a busy host ends rank 0 before that.
-    assert re.search(r"rank 1 \(host \S+, process \d+\) ended|by SIGTERM", (tmp_path / "r.html").read_text())
+    # The cause follows the lost connection of rank 0.
+    assert re.search(r"rank 1 \(host \S+, process \d+\) ended", (tmp_path / "r.html").read_text())
     # On a busy host rank 0 may write its traceback there before the launcher ends it.
     assert not list((tmp_path / "save").glob("global_step*"))
