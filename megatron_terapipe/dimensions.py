@@ -47,7 +47,7 @@ class Dimension:
     least: int = 1
     """Smallest whole number; of a list, each."""
     most: float = 10**9
-    """Largest number; that of the field of the configuration that it sets, where there is one."""
+    """Largest number; the largest of the field of the configuration that it sets, where there is one."""
     setting: str | None = None
     """Field of the configuration that it sets; None = the one of its name, empty = none."""
     trained: tuple[Any, ...] = ()
@@ -197,7 +197,7 @@ class Dimension:
 
 
 def dimension(default: Any, **facts: Any) -> Any:
-    """Declare a field of a strategy, as `option` declares one of a section: its type is that of the annotation."""
+    """Declare a field of a strategy, as `option` declares one of a section: its type is the annotation's."""
     return field(default=default, metadata={"dimension": Dimension(default=default, **facts)})
 
 

@@ -59,7 +59,7 @@ def slots_of_hosts(path: str, flag: str) -> list[int]:
 
 
 DEVICE = "A100-SXM4-80GB"
-"""Device of the nodes that are assumed where no flag names a cluster: that of the defaults of `HardwareEfficiency`."""
+"""Device of the nodes that are assumed where no flag names a cluster, as in the defaults of `HardwareEfficiency`."""
 
 DEVICES_OF_A_NODE = 8
 
@@ -183,9 +183,9 @@ def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[
 
 
 def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
-    """Return the cluster of a run, and its words: that of `--cluster`, or hosts as the launcher fills them.
+    """Return the cluster of a run, and its words: the cluster of `--cluster`, or hosts as the launcher fills them.
 
-    The devices of these are those of the profile, or `DEVICE`.
+    The devices of these hosts are the profile's, or `DEVICE`.
     """
     parallel = config.parallel
     if parallel.cluster is not None:

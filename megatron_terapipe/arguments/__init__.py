@@ -1,6 +1,6 @@
 """Command-line flags of the trainer, derived from the sections of `Config`.
 
-A flag is a field: its name, type, default, choices and docstring are those of the field, so a flag cannot lack its
+A flag is a field: its name, type, default, choices and docstring belong to the field, so a flag cannot lack its
 help and a field cannot lack its flag.
 """
 

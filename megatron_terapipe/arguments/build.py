@@ -104,7 +104,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
     """Read the command line, and the strategy file and the preset that it names.
 
     Args:
-        argv: words after the name of the program; None = those of this process.
+        argv: words after the name of the program; None = the words of this process.
         find_strategy: finds the strategy of `--strategy auto`; None where no run starts.
     """
     words = sys.argv[1:] if argv is None else argv

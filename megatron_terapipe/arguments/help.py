@@ -54,8 +54,8 @@ def groups() -> tuple[str, ...]:
 def other_flags(prog: str) -> str:
     """Return the lines of a help text about the flags that it leaves out; `prog` is the command as users type it."""
     return fill(
-        f"These are the flags that most runs need. {prog} --help GROUP shows those of one group, and {prog} --help all "
-        f"shows all: GROUP is one of {', '.join(groups())}.",
+        f"These are the flags that most runs need. {prog} --help GROUP shows the flags of one group, and {prog} --help "
+        f"all shows all: GROUP is one of {', '.join(groups())}.",
         width=110,
         break_on_hyphens=False,
     )

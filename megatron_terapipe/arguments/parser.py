@@ -70,7 +70,7 @@ class Flag:
 
 @cache
 def sections() -> dict[str, type[Any]]:
-    """Return the classes of sections whose fields are flags: those of the configuration, and other spellings."""
+    """Return the classes of sections whose fields are flags: sections of the configuration, and other spellings."""
     return {**get_type_hints(Config), "spellings": Spellings}
 
 
@@ -417,6 +417,6 @@ def notices(line: CommandLine, values: Mapping[str, Any], config: Config) -> Ite
         differing.append("--moe-token-drop-policy position (there probs)")
     if differing:
         yield (
-            f"These defaults are not those of Megatron, and no flag sets them: {', '.join(differing)}; "
+            f"These defaults differ from Megatron's, and no flag sets them: {', '.join(differing)}; "
             "--defaults megatron sets Megatron's"
         )

@@ -1,4 +1,4 @@
-"""Flags of Megatron whose values become those of our fields: layers of stages, YaRN, and NullTokenizer.
+"""Flags of Megatron whose values set our fields: layers of stages, YaRN, and NullTokenizer.
 
 The layers of stages come from a number of layers, from weights, or from Megatron's text:
 

@@ -154,7 +154,7 @@ class BatchConfig:
     and T are thousands to trillions. `--global-batch-size` may repeat the last."""
 
     eval_global_batch_size: int | None = option(None, least=1, most=MOST_SEQUENCES)
-    """Sequences of one iteration of an evaluation. Default: those of the largest optimizer step."""
+    """Sequences of one iteration of an evaluation. Default: as many as in the largest optimizer step."""
 
     eval_micro_batch_size: int | None = option(None, least=1, most=1_000_000)
     """Sequences that pass through the pipeline together in evaluations. Default: `--micro-batch-size`."""
@@ -194,7 +194,7 @@ class BatchConfig:
         sequences = rows * data_parallel_size
         if size % sequences:
             of = "--eval-micro-batch-size" if self.eval_micro_batch_size else "--micro-batch-size"
-            given = "" if self.eval_global_batch_size else ", which is that of training,"
+            given = "" if self.eval_global_batch_size else ", the size of training,"
             raise ConfigError(
                 f"--eval-global-batch-size {size}{given} is not a multiple of {of} {rows} x data-parallel size "
                 f"{data_parallel_size} = {sequences}: give a multiple, such as {-(-size // sequences) * sequences}"

@@ -230,8 +230,8 @@ class Config:
             )
         if self.model.balances_documents and not self.data.separates_documents:
             raise ConfigError(
-                "--moe-router-load-balancing-type document_aux_loss balances each document, and those of a sample are "
-                "not separated: add --reset-attention-mask, or take seq_aux_loss"
+                "--moe-router-load-balancing-type document_aux_loss balances each document, and documents of a sample "
+                "are not separated: add --reset-attention-mask, or take seq_aux_loss"
             )
 
     @property

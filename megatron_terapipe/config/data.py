@@ -57,7 +57,7 @@ def read_data_arguments_by_part(path: str) -> dict[Part, tuple[str, ...] | None]
     document = read_json(path, "--per-split-data-args-path")
     if not isinstance(document, Mapping) or not document.get("train") or document.keys() - set(PARTS):
         raise ConfigError(
-            f"{described} is no object with the keys train, valid and test: write it as "
+            f"{described} is not an object with the keys train, valid and test: write it as "
             '{"train": "0.3 wiki 0.7 books", "valid": "news", "test": null}'
         )
     return {part: _words_of_part(document.get(part), f"{described}: {part}") for part in PARTS}

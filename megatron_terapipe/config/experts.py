@@ -113,7 +113,7 @@ class ExpertSettings(ModelSizes):
         needs=("num_experts",),
         elsewhere={"sinkhorn": _ALL_TOKENS, "quantile_balancing": _ALL_TOKENS},
     )
-    """Tokens that the auxiliary loss balances over the experts: those of a micro-batch (`aux_loss`), of each sequence
+    """Tokens that the auxiliary loss balances over the experts: tokens of a micro-batch (`aux_loss`), of each sequence
     (`seq_aux_loss`), of each document (`document_aux_loss`), or of the micro-batches of the step so far, on all
     replicas (`global_aux_loss`). `none` has no such loss."""
 

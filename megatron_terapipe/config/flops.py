@@ -65,9 +65,9 @@ LOG_SUM_EXP_BYTES = 4
 LOGITS_AT_ONCE = 2**28
 """Logits of an output layer that a rank lets be alive: 1 GiB in fp32. Others are computed again in the backward.
 
-With 131,072 words these are those of 2,048 tokens. Fewer at once would make the gradient of the weight slow, which is
-read and written once for each time, 8 bytes a weight: at 2,048 tokens that is a third of the time of its product, on a
-device that does 165 FLOPs a byte."""
+With 131,072 words these are the logits of 2,048 tokens. Fewer at once would make the gradient of the weight slow, which
+is read and written once for each time, 8 bytes a weight: at 2,048 tokens that is a third of the time of its product, on
+a device that does 165 FLOPs a byte."""
 
 
 def block_weights(model: ModelConfig, block: BlockShape, *, active: bool = False) -> int:
@@ -109,7 +109,7 @@ def recurrence_parameters(sizes: Recurrence) -> int:
 def recurrence_flops_per_token(sizes: Recurrence) -> int:
     """Forward FLOPs of a token in the products of a recurrence, in chunks of C tokens; the same at every position.
 
-    Of each group scores, 2CK, in a delta net also those of its keys; of each head sums of values, 2CV, reading and
+    Of each group scores, 2CK, in a delta net also scores of its keys; of each head sums of values, 2CV, reading and
     writing the state, 4KV (Dao and Gu, arXiv 2405.21060 section 6), in a delta net reading it once more, 2KV, and a
     triangular system, C (K + V) (Yang et al., arXiv 2406.06484 section 3). Masked scores are computed.
     """
@@ -297,7 +297,7 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
     """Count the hidden states that a block keeps of a token: those that must stay, and outputs of norms.
 
     The outputs of norms are inputs of products, and can be recomputed from the input of each norm, which stays.
-    The input of a block is that of two norms where attention and MLP are parallel. A norm of an output keeps that
+    The input of a block is the input of two norms where attention and MLP are parallel. A norm of an output keeps that
     output; where there is no other norm, the product before keeps its input as it is.
     """
     parts = _parts(block)
@@ -332,8 +332,8 @@ def routed_activation_bytes(
 ) -> Any:
     """Bytes that experts without biases keep of a token, shared experts apart.
 
-    These are a score of each expert in fp32, its choices, and of each row its input and that of the activation, which
-    is computed again in the backward.
+    These are a score of each expert in fp32, its choices, and of each row its input and the input of the activation,
+    which is computed again in the backward.
 
     Args:
         width: width of the hidden layer of one.

@@ -47,8 +47,8 @@ def layers_of_pattern(pattern: str, num_layers: int, flag: str) -> tuple[bool, .
         return tuple((index + 1) % value == 0 for index in range(num_layers))
     if not isinstance(value, list) or not set(value) <= {0, 1}:
         raise ConfigError(
-            f"{flag} {pattern} is no pattern of layers: give a number N for every Nth layer, or a list of 0 and 1 such "
-            "as ([0]*3+[1])*8"
+            f"{flag} {pattern} is not a pattern of layers: give a number N for every Nth layer, or a list of 0 and 1 "
+            "such as ([0]*3+[1])*8"
         )
     if len(value) != num_layers:
         raise ConfigError(

@@ -91,7 +91,7 @@ class LoggingConfig:
     """Report how many numbers of the gradient are exactly zero, before clipping."""
 
     timing_log_level: Literal[0, 1, 2] = 0
-    """Timers to report besides the time per iteration: 0 none; 1 those of the phases of an iteration (ops with their
+    """Timers to report besides the time per iteration: 0 none; 1 timers of the phases of an iteration (ops with their
     transfers, sums of shared gradients, sums over replicas, update); 2 also the computing of forwards and of
     backwards."""
 
@@ -115,7 +115,7 @@ class LoggingConfig:
     """Profile with torch's profiler, also on CPUs. Each rank writes its trace to `--tensorboard-dir`."""
 
     peak_tflops_per_device: float | None = option(None, above=0, most=1e9)
-    """Peak TFLOP/s of a device in the type of the training, for the model FLOPs utilization. Default: that of the
+    """Peak TFLOP/s of a device in the type of the training, for the model FLOPs utilization. Default: the peak in the
     device's data sheet, if the device is known."""
 
     timeline: str | None = option(None, metavar="DIR")

@@ -28,7 +28,7 @@ OF_TRAINING = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(RotationSettings):
-    """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2."""
+    """Model: a GPT or a Llama, by its parts; the defaults describe GPT-2."""
 
     no_rope_freq: str | None = option(None, metavar="PATTERN")
     """Layers without rotations: a number N for every Nth layer, or a list with a 1 for each such layer,
@@ -131,7 +131,7 @@ class ModelConfig(RotationSettings):
     """Standard deviation of the initial embeddings."""
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer its own weights instead of those of the word embedding."""
+    """Give the output layer its own weights instead of the word embedding's."""
 
     add_output_bias: bool = option(False, needs=("untie_embeddings_and_output_weights",))
     """Give the output layer a bias. Needs --untie-embeddings-and-output-weights."""
@@ -308,7 +308,7 @@ def why_vocabulary_stays_whole(model: ModelConfig, *, pipeline_ranks: int, tenso
     """Return why a model's output layer cannot be dealt to ranks, with the remedy; None if it can."""
     if not model.untie_embeddings_and_output_weights:
         return (
-            "--vocabulary-stages cuts the weight of the output layer, which is that of the embedding here: add "
+            "--vocabulary-stages cuts the weight of the output layer, which is the embedding's here: add "
             "--untie-embeddings-and-output-weights, or drop it"
         )
     parts = pipeline_ranks * tensor_ranks

@@ -107,8 +107,8 @@ class ParallelConfig:
     writes one."""
 
     schedule_memory_limit: float | None = option(None, metavar="A", most=1e9)
-    """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch on
-    that rank. Default: as many as `1f1b` keeps with one stage on each rank."""
+    """Activations that `--pipeline-schedule optimised` may keep on a rank, in units of one whole micro-batch on that
+    rank. Default: as many as `1f1b` keeps with one stage on each rank."""
 
     cluster: str | None = option(None, metavar="FILE")
     """Cluster for which `--strategy auto`, `--token-slices auto` and `--pipeline-schedule optimised` find answers: a

@@ -108,7 +108,7 @@ def check_host_name(text: str, where: str) -> str:
     if not is_host_name(text):
         raise ConfigError(
             f"{where}: {json.dumps(text)[:60]} is not a host name: write letters, digits, '-', '_' and '.', of "
-            "which the first is no '-', or an address"
+            "which the first is not '-', or an address"
         )
     return text
 

@@ -45,7 +45,7 @@ def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> St
 
 
 def check_schedule(name: str, shape: PipelineShape, memory_limit: float | None) -> None:
-    """Check that a name is that of a schedule, or of a file, and that the schedule fits the pipeline."""
+    """Check that a name belongs to a schedule or a file, and that the schedule fits the pipeline."""
     if memory_limit is not None and memory_limit < 1:
         raise ConfigError(
             f"--schedule-memory-limit {memory_limit} is less than one micro-batch, which has to go forward before it "

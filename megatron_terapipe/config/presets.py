@@ -21,7 +21,7 @@ the training, such as dropout. Sources:
     Granite    Granite team, Granite 3.0 language models (2024); 3.1 as released
     SmolLM3    Hugging Face, SmolLM3: smol, multilingual, long-context reasoner (2025)
 
-Values that a paper leaves out, such as epsilons and rows of the vocabulary, are those of `config.json` of the released
+Values that a paper leaves out, such as epsilons and rows of the vocabulary, come from `config.json` of the released
 weights.
 """
 

@@ -178,7 +178,7 @@ def _check_pattern(settings: RecurrenceSettings, text: str, bounds: tuple[int, .
     symbols = settings.hybrid_layer_pattern or ""
     if bounds:
         raise ConfigError(
-            f"{PATTERN_FLAG} {text} draws stages, which are no part of a model: give {symbols}, and "
+            f"{PATTERN_FLAG} {text} draws stages, which do not belong to a model: give {symbols}, and "
             f"--stage-partition {','.join(map(str, bounds))}"
         )
     if num_layers != len(symbols):

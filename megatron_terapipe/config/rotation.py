@@ -1,9 +1,9 @@
 """Rotary positions: their settings in the model section, the rules between these, and the frequencies that they give.
 
 Peng    Peng et al., YaRN, arXiv 2309.00071
-Ding    Ding et al., LongRoPE, arXiv 2402.13753; lists and attention factor are those of Phi-3 (arXiv 2404.14219)
+Ding    Ding et al., LongRoPE, arXiv 2402.13753; lists and attention factor as in Phi-3 (arXiv 2404.14219)
 NTK     dynamic scaling has no paper of its own; Peng, section 3.2 and equation 16, has its base
-Llama   Grattafiori et al., arXiv 2407.21783; the formula of its scaling is that of the released code
+Llama   Grattafiori et al., arXiv 2407.21783; the formula of its scaling as in the released code
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class RotationSettings(RecurrenceSettings):
         derived="linear with --rotary-scaling-factor above 1, otherwise none",
         also={"--use-rope-scaling": "llama3"},
     )
-    """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
+    """How the rotations of a model are slowed down for longer sequences than its pretraining had: all alike
     (`linear`); only the slow ones, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
     beyond --rotary-original-length (`dynamic`); or by lists of factors, one for sequences up to that length and one for
     longer ones, as in Phi-3 (`longrope`)."""

@@ -56,8 +56,8 @@ class TrainingConfig:
 
     dry_run: bool = False
     """Check everything that a run checks before it starts, print the plan of the run, and exit. Devices and hosts are
-    not checked, so a login node can do it. Without a launcher, the number of ranks is that of `--hostfile`, or sequence
-    x tensor x pipeline x `--data-parallel-size`, or the variable WORLD_SIZE."""
+    not checked, so a login node can do it. Without a launcher, the number of ranks is counted in `--hostfile`, or
+    sequence x tensor x pipeline x `--data-parallel-size`, or the variable WORLD_SIZE."""
 
     dry_run_without_files: bool = False
     """Make a dry run where the tokenizer, the data, the checkpoints and the output directories of the run are not."""

@@ -1,20 +1,20 @@
 """Logits that are computed where they are needed, and never kept for a whole sequence; their cross-entropy.
 
 The logits of a token are the widest row of a model: 131,072 words in fp32 are 64 times a hidden state of 4,096 in
-bf16. So a token keeps its hidden state from forward to backward, and logits exist a tile at a time, which are those of
+bf16. So a token keeps its hidden state from forward to backward, and logits exist a tile at a time, the logits of
 some tokens:
 
     forward     hidden --> logits of a tile --> loss of its tokens
     backward    hidden --> logits of a tile, again --> their gradient, in place --> gradients of hidden and weight
 
 Only logits that do not fit are computed again: the logits computed last are kept for their backward, as long as all
-that are alive, with those of the tile that is being computed, are no more than a limit. Gradients in
+that are alive, with the logits of the tile that is being computed, are no more than a limit. Gradients in
 the forward, while the tile exists, would need the factor of each loss then, and another order of sums.
 
 Rows of the vocabulary are padded to a multiple of 128 and of the tensor-parallel size, because such products are faster
 and divide evenly. Padded rows are not in the loss, unlike in Megatron: their logits are replaced by the lowest finite
 number of the type before the softmax, so their probability and gradient are exactly 0, and loss, gradients and logits
-are those of the vocabulary without padding. Losses are lower than Megatron's by ln(padded / real) at the start of
+equal a vocabulary's without padding. Losses are lower than Megatron's by ln(padded / real) at the start of
 training, 0.39 with the byte tokenizer, and by less later.
 """
 

@@ -70,7 +70,7 @@ class Kernel:
                 ]
                 pairs = zip(_both_ways(fused, few), _both_ways(plain, few), strict=True)
                 if not all((new - old).norm() <= 0.02 * old.norm() for new, old in pairs):
-                    raise ValueError("its results differ from those of plain torch")
+                    raise ValueError("its results differ from plain torch")
                 self.agreed[form] = True
             except Exception as error:  # Compilers of kernels raise their own.
                 if not isinstance(error, ModuleNotFoundError) or error.name != self.module.partition(".")[0]:

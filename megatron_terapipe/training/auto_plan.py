@@ -45,13 +45,13 @@ OUTPUTS = (
 """Fields of the logging section with outputs."""
 
 ASSUMED_VOCABULARY = 50257
-"""Tokens of a vocabulary without its file: those of GPT-2."""
+"""Tokens of a vocabulary without its file: as many as GPT-2 has."""
 
 
 def without_files(config: Config) -> Config:
     """Return the same run on random tokens, which reads and writes no files.
 
-    A vocabulary without its file has the size of the model section, or that of GPT-2.
+    A vocabulary without its file has the size of the model section, or GPT-2's.
     """
     data, vocab_size = config.data, config.model.vocab_size
     if _tokenizer_files(config):
@@ -89,7 +89,7 @@ STRATEGY_FILE = "strategy.json"
 
 
 def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
-    """Return the strategy of a run: that of its checkpoint if it has as many ranks, else the best one."""
+    """Return the strategy of a run: its checkpoint's if it has as many ranks, else the best one."""
     ranks = _ranks(config, constraints)
     saved, notices = _saved(config), []
     if saved is not None:

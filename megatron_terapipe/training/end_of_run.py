@@ -75,7 +75,7 @@ class EndOfRun:
 
 
 def _launch() -> LaunchEnvironment:
-    """Return the place of this rank; that of a single rank if its variables are wrong, which is reported later."""
+    """Return the place of this rank; the place of a single rank if its variables are wrong, which is reported later."""
     try:
         return LaunchEnvironment.read()
     except UserError:

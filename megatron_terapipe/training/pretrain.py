@@ -32,7 +32,7 @@ def pretrain(layers: "Layers", loss: "Loss", argv: Sequence[str] | None = None) 
 
     Args:
         layers: called with the configuration and the ranks that share each layer, once their groups exist.
-        argv: words after the name of the program; None = those of this process.
+        argv: words after the name of the program; None = the words of this process.
     """
     with printable_output(), EndOfRun() as end:
         first_rank = FirstRank()

@@ -182,7 +182,7 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the size of the model's vocabulary: that of the tokenizer, or a larger one of `--vocab-size`."""
+    """Return the size of the model's vocabulary: the tokenizer's, or a larger one of `--vocab-size`."""
     size = config.model.vocab_size
     if size is None:
         return tokenizer.vocab_size
@@ -243,7 +243,7 @@ def _train_iters(config: Config, sizes: BatchSizes) -> int:
 
 
 def reading_ranks(config: Config) -> set[int]:
-    """Return the pipeline ranks that read data: those of both ends, or all if attention separates documents.
+    """Return the pipeline ranks that read data: both ends, or all if attention separates documents.
 
     The stage after the last transformer layers is the last one, or the first with a part of the vocabulary.
     """

@@ -135,7 +135,7 @@ def _batches(run: Run) -> str:
 
 
 def _evaluations(run: Run) -> str:
-    """Return the batch of evaluations, where it is not that of training."""
+    """Return the batch of evaluations, where it differs from the batch of training."""
     batch, (rows, number) = run.config.batch, run.evaluation_batch
     if batch.eval_global_batch_size is None and batch.eval_micro_batch_size is None:
         return ""

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from tests.architecture.sources import CODE, ROOT, documents, imports_of, python_files, tree_of
 
 PACKAGE_OF = {
-    **{"yaml": "pyyaml", "pydantic_core": "pydantic", "megatron": "megatron-core"},
+    **{"yaml": "pyyaml", "pydantic_core": "pydantic", "megatron": "megatron-core", "xdist": "pytest-xdist"},
     **{"docutils": "sphinx", "pygments": "sphinx", "triton": "torch"},
 }
 """Packages whose modules have other names, or that come with another whose interface hands them out."""

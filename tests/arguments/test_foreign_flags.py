@@ -235,7 +235,7 @@ BOTH_DROPOUTS = "--hidden-dropout 0 --attention-dropout 0 "
 )
 def test_defaults_that_train_differently_are_listed_where_no_flag_sets_them(words: str, differing: str) -> None:
     lines = [line for line in read_arguments((REQUIRED + words).split()).notices if "defaults" in line]
-    line = f"These defaults are not those of Megatron, and no flag sets them: {differing}; "
+    line = f"These defaults differ from Megatron's, and no flag sets them: {differing}; "
     line += "--defaults megatron sets Megatron's"
     assert lines == ([line] if differing else [])
 

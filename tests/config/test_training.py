@@ -144,7 +144,7 @@ def test_a_global_batch_size_beside_steps_is_the_last_of_them() -> None:
         ({"eval_micro_batch_size": 8}, (8, 1)),
         ({"eval_global_batch_size": 24, "eval_micro_batch_size": 3}, (3, 4)),
         ({"eval_global_batch_size": 6}, "--eval-global-batch-size 6 is not a multiple of --micro-batch-size 2 x data-"),
-        ({"eval_micro_batch_size": 3}, "16, which is that of training, is not a multiple of --eval-micro-batch-size 3"),
+        ({"eval_micro_batch_size": 3}, "16, the size of training, is not a multiple of --eval-micro-batch-size 3"),
     ],
 )
 def test_the_batch_of_evaluations(given: dict[str, object], rows_and_number: tuple[int, int] | str) -> None:

@@ -310,7 +310,7 @@ def activate_flash_attention(samples: Sequence[tuple[Tensor, Tensor, int | None]
             attention.activate_flash_attention_impl(name)
             if all((new - old).norm() <= 0.02 * old.norm() for new, old in zip(_both_ways(samples), own, strict=True)):
                 return [*lines, f" attention by FlashAttention-{name[2:]}"]
-            raise ValueError("its results differ from those of torch's own flash attention")
+            raise ValueError("its results differ from torch's own flash attention")
         except Exception as error:  # Compilers of kernels raise their own.
             attention.restore_flash_attention_impl(_raise_warn=False)
             if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] != package:

@@ -42,7 +42,7 @@ the values, of one layer; there is no new one where a kernel's gradients have th
 
 Sums are computed in fp32, or in the wider type of the model; `gradients_in` may round them between two
 backwards. Each of S - 1 roundings to bf16 adds at most 2^-9, of random signs, so the relative error of dK and dV grows
-as the root of S: 0.1 % at 4 token slices, 0.5 % at 64. In a bf16 model it is below that of the kernels up to some 32
+as the root of S: 0.1 % at 4 token slices, 0.5 % at 64. In a bf16 model it is below the kernels' own error up to some 32
 token slices.
 """
 

@@ -142,7 +142,7 @@ class ReplicaGradients:
     """Gradients of parameters, needed by every replica."""
 
     in_flat_buffers = False
-    """Whether they are adjacent in few buffers, in one order on all replicas. Those of a buffer share its version
+    """Whether they are adjacent in few buffers, in one order on all replicas. Gradients of a buffer share its version
     counter."""
 
     def __init__(self, engine: Any) -> None:

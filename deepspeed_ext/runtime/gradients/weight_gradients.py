@@ -55,7 +55,7 @@ class WeightGradients:
     def attach(self, module: nn.Module) -> None:
         """Defer products of all weights of a module, and let its linear layers use their sinks.
 
-        A linear layer with another `forward` than that of `nn.Linear` keeps it, and computes its products at once.
+        A linear layer with another `forward` than `nn.Linear` keeps it, and computes its products at once.
         """
         for parameter in module.parameters():
             set_queue(parameter, self)

@@ -233,8 +233,8 @@ class Past:
     def begins(self, device: torch.device | None = None) -> Tensor | None:
         """Whether a document begins at each token of the token slice: [B, N]; None if each row is one document.
 
-        Tokens of a document depend on no token before its begin, so a state starts again there. The N tokens are those
-        of all sequence-parallel ranks.
+        Tokens of a document depend on no token before its begin, so a state starts again there. The N tokens are on
+        all sequence-parallel ranks.
         """
         documents, (start, end) = self._sequence.documents, self._sequence.bounds[self.prefix_len]
         if documents is None or not documents.attend_apart:
