@@ -8,8 +8,8 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
-# Files go to workers in the order of tests/conftest.py, longest first; one worker of three runs those that start ranks
-# (tests/lanes.py). What `make check` runs is not run again.
+# Files go to workers in the order of tests/conftest.py, longest first; two workers of three begin with those that start
+# ranks (tests/lanes.py). What `make check` runs is not run again.
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/architecture
 DEMO := runs/demo
 # Pages are read and written by two processes; what was read is kept beside the site, not in it.

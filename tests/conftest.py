@@ -21,7 +21,7 @@ LONGEST = (
     *("test_gpt_equivalence.py", "test_search_then_train.py", "test_faults.py", "test_launched_faults.py"),
     *("test_targets.py", "test_commands.py", "test_lowering_properties.py"),
 )
-"""Files that take longest, the longest first; all that start ranks run with the first of them (tests/lanes.py)."""
+"""Files that take longest, the longest first; files that start ranks run in lanes (tests/lanes.py)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests import distributed
 from tests.distributed import run_distributed
 from tests.end_to_end import launching
-from tests.lanes import BUDGET_S, ROOT, beside_budget, seconds_by_folder, starts_ranks
+from tests.lanes import BUDGET_S, ROOT, beside_budget, lane, seconds_by_folder, starts_ranks
 from tests.marks import marks_of
 from tests.pairs import covering_pairs, pairs_of
 
@@ -85,6 +85,8 @@ def test_few_of_a_full_product_are_enough() -> None:
 def test_a_lane_has_the_files_that_start_ranks() -> None:
     assert starts_ranks("tests/model/test_on_ranks.py")
     assert not starts_ranks("tests/model/test_norm.py")
+    files = ("tests/model/test_on_ranks.py", "tests/runtime/test_shapes.py", "tests/training/test_step.py")
+    assert [len({lane(file, workers) for file in files}) for workers in (2, 3, 8)] == [1, 2, 3]
 
 
 def test_a_folder_above_its_budget_is_named() -> None:
