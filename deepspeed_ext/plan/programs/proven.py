@@ -29,7 +29,7 @@ class ProvenSchedule:
     schedule: Schedule
     """Order of the ops when training."""
     device: DeviceModel = field(default_factory=DeviceModel)
-    """DeviceModel on which programs must end."""
+    """Device, as a model, on which programs must end."""
     host_copies: HostCopySettings | None = None
     """Settings of the copies to the host; None for no copies."""
 
