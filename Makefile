@@ -52,8 +52,9 @@ test-all: $(VENV)/installed ## all tests on all setups, and what `make test` pro
 # With --jobs 2 they run side by side, the longest first.
 check: docs types architecture audit style ## style, types, layers, the site, and known vulnerabilities of dependencies
 
+# All tests are collected, so that modules and the optimiser are compiled once, before many processes need them.
 architecture: $(VENV)/installed
-	$(BIN)/python -m pytest --quiet tests/architecture
+	$(BIN)/python -m pytest --quiet -p tests.preloaded -k architecture
 
 audit: $(VENV)/installed
 	$(BIN)/python -m tests.audit_dependencies
