@@ -43,7 +43,7 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.data.datasets import build_datasets
 from megatron_terapipe.inference import WholeModel
-from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule
+from megatron_terapipe.training.optimizer import LearningRateSchedule
 
 MODEL = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-key-value-heads 4 --seq-length 512 --swiglu"

@@ -35,7 +35,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import QUANTA, DocumentCuts
 from deepspeed_ext.runtime.attention.documents import Documents
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.pipeline import balanced_token_slices, document_cuts
+from megatron_terapipe.config.flops import balanced_token_slices, document_cuts
 from megatron_terapipe.data.loader import MicroBatch
 
 Starts = tuple[int, ...]

@@ -38,8 +38,7 @@ from benchmarks.measuring.workload import (
 )
 from benchmarks.measuring.worlds import World
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.flops import iteration_flops
-from megatron_terapipe.config.pipeline import balanced_token_slices
+from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops
 
 MICRO_BATCHES = 4
 """Micro-batches of a step on one rank: the optimizer updates the weights of all experts once in so many."""

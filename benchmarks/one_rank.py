@@ -55,10 +55,10 @@ from deepspeed_ext.runtime.gradients.weight_gradients import set_sum
 from deepspeed_ext.runtime.initialize import init_distributed
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.pipeline import balanced_token_slices
+from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.inference import WholeModel
-from megatron_terapipe.training.instruments import peak_tflops_here, tflops_per_device
+from megatron_terapipe.training.run import peak_tflops_here
 
 
 def overhead(argv: Sequence[str] | None = None) -> None:
@@ -260,7 +260,7 @@ def utilization(argv: Sequence[str] | None = None) -> None:
         data = batches(model, for_deepspeed=False)
         seconds = seconds_of(lambda engine=engine, data=data: engine.train_batch(data), options.rounds)
         first = first or seconds
-        tflops, causal = (tflops_per_device(model, 1, seconds, 1, causal=each) for each in (False, True))
+        tflops, causal = (iteration_flops(model, 1, causal=each) / seconds / 1e12 for each in (False, True))
         mfu, causal_mfu = ("" if peak is None else f"{each / peak:.1%}" for each in (tflops, causal))
         numbers = f"{seconds:>8.3f} {tflops:>9.2f} {mfu:>7} {causal_mfu:>7} {seconds / first - 1:>10.1%}"
         print(f"{count:>12} {numbers}", flush=True)

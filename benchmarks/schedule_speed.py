@@ -23,7 +23,7 @@ from deepspeed_ext.plan.schedules import Schedule, fixed
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.orders import optimise
 from deepspeed_ext.plan.timeline import Timeline
-from megatron_terapipe.config.pipeline import balanced_token_slices
+from megatron_terapipe.config.flops import balanced_token_slices
 
 
 @dataclass(frozen=True)

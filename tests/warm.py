@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_terapipe.command.commands import COMMANDS
+from megatron_terapipe.command.main import COMMANDS
 from megatron_terapipe.search.machine.launcher import free_port
 from tests.distributed import fork_server
 from tests.end_to_end.launching import TIMEOUT_S, environment

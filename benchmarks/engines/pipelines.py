@@ -49,7 +49,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.pipeline import balanced_token_slices
+from megatron_terapipe.config.flops import balanced_token_slices
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.planning import with_found_token_slices
 

@@ -19,11 +19,10 @@ from benchmarks.measuring.workload import batches, benchmark_model, our_engine
 from benchmarks.one_rank import adamw
 from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.flops import iteration_flops
-from megatron_terapipe.config.pipeline import balanced_token_slices
+from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.search.machine.launcher import free_port
-from megatron_terapipe.training.instruments import peak_tflops_here
+from megatron_terapipe.training.run import peak_tflops_here
 from megatron_terapipe.training.trainer import sample_heads
 
 TINY = "tiny"

@@ -23,7 +23,7 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
-from megatron_terapipe.training.cpu_affinity import settle_on_cores
+from megatron_terapipe.training.build_engine import settle_on_cores
 from megatron_terapipe.training.micro_batches import split_batch
 
 Name = TypeVar("Name")

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from deepspeed_ext.plan.terminal import CommandParser
-from megatron_terapipe.command.commands import GROUPS, listed
-from megatron_terapipe.command.main import parsers
+from megatron_terapipe.command.main import GROUPS, listed, parsers
 
 PROGRAM = "terapipe"
 

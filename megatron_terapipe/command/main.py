@@ -1,13 +1,138 @@
-"""The entry of `terapipe`: finds the command that the words name, and runs it; and the parsers of all commands."""
+"""The entry of `terapipe`: the table of all commands, the text of `terapipe --help`, and the run of a command.
+
+A command is one line here, and a module with two functions:
+
+    build_parser(prog: str) -> argparse.ArgumentParser       its flags; `prog` is the command as users type it
+    main(argv: Sequence[str] | None, prog: str) -> int       runs it, and returns the exit code
+
+The module is imported when its command is called, so that no command waits for packages of another.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import BAD_INPUT, CommandParser, nearest, run_command
-from megatron_terapipe.command.commands import COMMANDS, SUMMARY, overview
+
+
+class Command(NamedTuple):
+    """A command of `terapipe`."""
+
+    name: str
+    summary: str
+    """Its purpose, in one line without a full stop."""
+    module: str
+    parts: tuple["Command", ...] = ()
+    """Commands of its own, called by a second word."""
+
+
+SEARCH = Command(
+    "search",
+    "find out how to train a model on a cluster: a strategy, its time and its memory",
+    "megatron_terapipe.search.__main__",
+    tuple(
+        Command(name, summary, f"megatron_terapipe.search.answer.{name}_command")
+        for name, summary in (
+            ("rank", "find the best strategies of a model on a cluster, and explain why"),
+            ("predict", "predict time and memory of strategies that you name"),
+            ("slices", "find the best token slices of one strategy"),
+            ("measure", "measure ops and links of this machine, for --profile"),
+            ("trial", "run the best strategies, record them, and calibrate"),
+            ("validate", "compare predictions with measured trials"),
+        )
+    ),
+)
+
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "train": (
+        Command("train", "train a GPT, here or on the hosts of a hostfile", "megatron_terapipe.command.train"),
+        Command("report", "write the report of training runs", "megatron_terapipe.run_report.__main__"),
+    ),
+    "plan": (
+        Command(
+            "plan", "simulate a pipeline schedule, draw it, and compute its idle time", "deepspeed_ext.plan.command"
+        ),
+        SEARCH,
+    ),
+    "data and models": (
+        Command("preprocess", "turn a file of texts into the data files of a run", "megatron_terapipe.data.preprocess"),
+        Command("convert", "convert models to and from the files of Hugging Face", "megatron_terapipe.convert"),
+        Command("generate", "continue a text with a trained model", "megatron_terapipe.generate"),
+        Command(
+            "neox",
+            "turn files of GPT-NeoX into a command that trains the same model",
+            "megatron_terapipe.neox.__main__",
+        ),
+    ),
+    "machines": (
+        Command(
+            "doctor",
+            "find the faults of this machine, or of the hosts of a hostfile, before a run",
+            "megatron_terapipe.doctor.__main__",
+        ),
+    ),
+    "shells and scripts": (
+        Command(
+            "schema",
+            "print the JSON Schema of a file that you write",
+            "megatron_terapipe.search.answer.schema_command",
+        ),
+        Command(
+            "completion",
+            "print a script with which bash or zsh completes all this",
+            "megatron_terapipe.command.completion",
+        ),
+    ),
+}
+"""All commands by group, in the order of `terapipe --help`."""
+
+COMMANDS = {command.name: command for commands in GROUPS.values() for command in commands}
+"""The commands by name."""
+
+SUMMARY = "Train GPTs whose sequences are pipelined in token slices; plan such runs; prepare data and models for them."
+
+OVERVIEW = """\
+{summary}
+
+usage: {prog} COMMAND [flags]
+{commands}
+
+flags:
+  {help:<{width}}  show this text; with a command, show its flags
+  {version:<{width}}  print the versions of this project, Python, torch and DeepSpeed
+
+examples:
+  {prog} search rank llama2-7b hostfile --device A100-80GB --global-batch-size 64
+  {prog} train --hostfile hostfile --model-preset llama2-7b --seq-length 4096 ...
+  {prog} generate --help
+
+read on: README.md, docs/index.md; all flags of a command: terapipe COMMAND --help
+"""
+
+
+def listed() -> dict[str, list[tuple[str, str]]]:
+    """Return the commands of each group: the words that call one, and its summary."""
+    return {
+        title: [
+            line
+            for each in commands
+            for line in ([(f"{each.name} {part.name}", part.summary) for part in each.parts] or [each[:2]])
+        ]
+        for title, commands in GROUPS.items()
+    }
+
+
+def overview(prog: str) -> str:
+    """Return the help of the command as a whole; `prog` is the command as users type it."""
+    width = max(len(name) for commands in listed().values() for name, _ in commands)
+    lines = []
+    for title, commands in listed().items():
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {summary}" for name, summary in commands)]
+    flags = {"help": "-h, --help", "version": "--version"}
+    return OVERVIEW.format(summary=SUMMARY, prog=prog, commands="\n".join(lines), width=width, **flags)
+
 
 Builder = Callable[[str], CommandParser]
 

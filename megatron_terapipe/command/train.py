@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import CommandParser, run_command, up_to
 from deepspeed_ext.runtime.launch import LAUNCHERS, launcher_of
-from megatron_terapipe.arguments.help import ALL, add_flags_of, asked_for, other_flags
-from megatron_terapipe.arguments.parser import read_command_line
+from megatron_terapipe.arguments.parser import ALL, add_flags_of, asked_for, other_flags, read_command_line
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
 

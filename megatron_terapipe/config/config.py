@@ -10,11 +10,11 @@ from megatron_terapipe.config.batch import BatchConfig, BatchSizes, EvaluationBa
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.data import DataConfig
 from megatron_terapipe.config.deepspeed import DeepSpeedConfig
+from megatron_terapipe.config.flops import balanced_token_slices, document_cuts
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig, why_vocabulary_stays_whole
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO, BALANCED, BY_DOCUMENTS, ParallelConfig
-from megatron_terapipe.config.pipeline import balanced_token_slices, document_cuts
 from megatron_terapipe.config.training import (
     LearningRateSteps,
     NumbersConfig,

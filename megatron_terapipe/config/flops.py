@@ -1,4 +1,4 @@
-"""Parameters, FLOPs, attended positions and activation bytes of the model: the one set of formulas.
+"""Parameters, FLOPs, attended positions and activation bytes of the model: the one set of formulas, and cuts by them.
 
 Metrics, the cost model of the search and the balanced cut into token slices all count with these. Sources:
 
@@ -18,12 +18,18 @@ without one. For the tokens [s, e) these are, with (n)+ for max(n, 0),
 Arguments are numbers, or arrays that broadcast; counts of whole numbers below 2^53 are exact.
 """
 
+from collections import defaultdict
 from dataclasses import replace
-from typing import Any
+from math import lcm
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.costs import CHUNK_TOKENS
+from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.layers import BlockShape, Recurrence
 from megatron_terapipe.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from deepspeed_ext.plan.solve.cuts import DocumentCuts
 
 
 def attended_positions(start: Any, end: Any, window: int | None = None) -> Any:
@@ -341,3 +347,63 @@ def routed_activation_bytes(
     """
     row = (hidden_size + (1 + gated) * width) * element_bytes + ROW_BYTES
     return chosen * (rows * row + CHOICE_BYTES) + 4 * experts
+
+
+TILE = 16
+"""Tokens that lengths are rounded to: kernels work in tiles, and an odd length costs a whole one."""
+
+
+def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granularity: int = 1) -> TokenSlices:
+    """Cut a sequence so that forward plus backward of every token slice cost the same.
+
+    Later token slices attend to more, and a flash kernel's backward costs more of its forward than a matrix product's
+    does; so the first token slices are longer than a balance of only forward FLOPs would make them. Once a sliding
+    window is full, every token attends to as much, and token slices are equally long.
+
+    Args:
+        granularity: every length is a multiple of this.
+    """
+    granularity = granularity_of(model.seq_length, num_token_slices, granularity)
+    linear, attention = _flops_of_layers(model)
+
+    def cost(tokens: float) -> float:
+        attended = sum(each * float(attended_positions(0, tokens, window)) for window, each in attention.items())
+        return linear * tokens + attended
+
+    return TokenSlices.of_equal_cost(model.seq_length, num_token_slices, cost, granularity=granularity)
+
+
+def document_cuts(model: ModelConfig, num_token_slices: int, *, granularity: int = 1) -> "DocumentCuts":
+    """Return the cuts of micro-batches with which token slices cost the same, by the documents of each micro-batch.
+
+    Args:
+        granularity: every length is a multiple of this.
+    """
+    # Its package has solvers that are compiled, which takes a second to load.
+    from deepspeed_ext.plan.solve.cuts import DocumentCuts
+
+    linear, attention = _flops_of_layers(model)
+    return DocumentCuts(
+        seq_length=model.seq_length,
+        num_token_slices=num_token_slices,
+        linear_cost=linear,
+        attention_costs=attention,
+        granularity=granularity_of(model.seq_length, num_token_slices, granularity),
+    )
+
+
+def _flops_of_layers(model: ModelConfig) -> tuple[float, dict[int | None, float]]:
+    """FLOPs of all layers, forward and backward: of a token, and of a token and attended position by window."""
+    linear = sum(linear_flops_per_token(model, block) for block in model.blocks)
+    linear *= 1 + BACKWARD_PER_FORWARD
+    attention: dict[int | None, float] = defaultdict(float)
+    for block in model.blocks:
+        per_position = attention_flops_per_position(model, block)
+        attention[block.window] += per_position * (1 + FLASH_BACKWARD_PER_FORWARD)
+    return linear, dict(attention)
+
+
+def granularity_of(seq_length: int, num_token_slices: int, needed: int) -> int:
+    """Tokens that token-slice lengths are multiples of: whole tiles, where token slices are long enough for that."""
+    whole_tiles = lcm(TILE, needed)
+    return whole_tiles if seq_length >= 4 * whole_tiles * num_token_slices else needed

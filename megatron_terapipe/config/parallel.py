@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 from math import gcd
+from pathlib import Path
 from typing import Literal
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
+from deepspeed_ext.plan.layout import METHODS, ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.options import check, one_of, option, resolve
-from megatron_terapipe.config.pipeline import check_schedule, listed_stages
 from megatron_terapipe.errors import ConfigError
 
 AUTO = "auto"
@@ -210,7 +210,31 @@ class ParallelConfig:
                 "--model-chunk-placement auto is found together with the token slices: add --token-slices auto "
                 f"--pipeline-schedule {OPTIMISED}, or choose looped or v"
             )
-        check_schedule(name, self.pipeline(), self.schedule_memory_limit)
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Check that a name belongs to a schedule or a file, and that the schedule fits the pipeline."""
+        name, limit = self.pipeline_schedule, self.schedule_memory_limit
+        if limit is not None and limit < 1:
+            raise ConfigError(
+                f"--schedule-memory-limit {limit} is less than one micro-batch, which has to go forward before it can "
+                "go backward: give 1 or more"
+            )
+        if limit is not None and name != OPTIMISED:
+            raise ConfigError(
+                f"--schedule-memory-limit {limit} goes with --pipeline-schedule {OPTIMISED}, not with {name}: drop it"
+            )
+        if name in SCHEDULES:
+            try:
+                # A schedule raises an error for pipelines that it is not for.
+                next(SCHEDULES[name](self.pipeline(), 0), None)
+            except PlanError as error:
+                raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
+        elif name != OPTIMISED and not Path(name).is_file():
+            raise ConfigError(
+                f"--pipeline-schedule {name} is neither a schedule nor a file of one: choose "
+                f"{one_of([*SCHEDULES, OPTIMISED])}, or name a file"
+            )
 
     def _resolve_token_slices(self) -> None:
         if self.token_slices == AUTO:
@@ -252,9 +276,26 @@ class ParallelConfig:
 
     def stage_bounds(self) -> StagePartition | None:
         """Return the transformer layers of each stage; None if a rule deals them."""
-        if self.stage_partition == AUTO:
+        if self.stage_partition in (*METHODS, AUTO):
             return None
-        return listed_stages(self.stage_partition, self.pipeline_model_parallel_size, self.num_model_chunks)
+        if self.stage_partition.startswith("type:"):
+            raise ConfigError(
+                f"--stage-partition {self.stage_partition}: only transformer layers are dealt out, as by "
+                "type:transformer: use uniform, and --decoder-first-pipeline-num-layers or "
+                "--decoder-last-pipeline-num-layers where embedding and output layer are expensive"
+            )
+        try:
+            bounds = StagePartition.parse(self.stage_partition)
+        except PlanError as error:
+            raise ConfigError(f"--stage-partition: {error}") from None
+        if bounds.num_stages != self.num_stages:
+            times = f" x --num-model-chunks {self.num_model_chunks}" if self.num_model_chunks > 1 else ""
+            raise ConfigError(
+                f"--stage-partition {bounds} has {bounds.num_stages} stages, but --pipeline-model-parallel-size is "
+                f"{self.pipeline_model_parallel_size}{times}: give {self.num_stages + 1} bounds, the first layer of "
+                "each stage and the end"
+            )
+        return bounds
 
     @property
     def least_world_size(self) -> int:

@@ -1,5 +1,5 @@
 """Checks of a machine, or of the hosts of a hostfile, before a run.
 
-`probe.py` is one program that is sent to each host and answers with facts. `examination.py` runs it, and `facts.py` has
-the answers. The table of checks (`report.py`) judges them: `host_checks.py` and `network_checks.py`.
+`probe.py` is one program that is sent to each host and answers with facts (`facts.py`). `examination.py` runs it, and
+`checks.py` has the table of checks, which judge the facts, and `findings.py` their report.
 """

@@ -76,8 +76,8 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     # Imported here: pydantic would make --help wait.
     from pydantic import TypeAdapter
 
-    from megatron_terapipe.doctor.findings import Level
-    from megatron_terapipe.doctor.report import Document, count, document, findings, print_examination
+    from megatron_terapipe.doctor.checks import findings
+    from megatron_terapipe.doctor.findings import Document, Level, count, document, print_examination
 
     if options.schema:
         print(json.dumps(TypeAdapter(Document).json_schema(), indent=1))
@@ -107,7 +107,7 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
 def _examine(options: argparse.Namespace, hosts: Sequence["Host"], progress: "Progress") -> "Examined":
     """Return the facts of all hosts."""
     from megatron_terapipe.doctor.examination import Examination, local_command, ssh_command
-    from megatron_terapipe.doctor.launching import launching_here
+    from megatron_terapipe.doctor.facts import launching_here
 
     launching = launching_here(
         hostfile=options.hostfile, launcher=options.launcher, save=options.save, master_port=options.master_port

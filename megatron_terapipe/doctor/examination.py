@@ -24,9 +24,19 @@ from packaging.requirements import Requirement
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_terapipe.doctor import probe
-from megatron_terapipe.doctor.facts import Clock, Examined, Host, HostFacts, Imports, Launching, Link
-from megatron_terapipe.doctor.host_checks import COMPARED
-from megatron_terapipe.doctor.launching import meeting_address, rank_address, variables_of_rank
+from megatron_terapipe.doctor.checks import COMPARED
+from megatron_terapipe.doctor.facts import (
+    Clock,
+    Examined,
+    Host,
+    HostFacts,
+    Imports,
+    Launching,
+    Link,
+    meeting_address,
+    rank_address,
+    variables_of_rank,
+)
 
 BEGIN = (
     "import json,sys,types;probe=sys.modules['probe']=types.ModuleType('probe');"

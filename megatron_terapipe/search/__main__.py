@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 from deepspeed_ext.plan.terminal import CommandParser, run_command
-from megatron_terapipe.command.commands import SEARCH
+from megatron_terapipe.command.main import SEARCH
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.documents import suggestion
 

@@ -1,12 +1,15 @@
-"""The optimizer, and its settings that change from step to step."""
+"""The optimizer, and the schedules of its settings: the learning rate and the weight decay at every step."""
 
+import re
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from importlib import import_module
+from math import cos, pi, sqrt
 from typing import Any
 
 import torch
 
-from megatron_terapipe.config.training import OptimizerConfig
+from megatron_terapipe.config.training import LearningRateSteps, OptimizerConfig, TrainingConfig
 from megatron_terapipe.model.embedding import AT_AN_END
 
 
@@ -77,3 +80,138 @@ def set_step_sizes(
 def _decays(name: str, parameter: torch.nn.Parameter) -> bool:
     """Whether a parameter is a matrix. The bias of two adjacent matrices has two axes, too."""
     return parameter.dim() > 1 and not name.endswith("bias")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRateSchedule:
+    """Linear warmup to `max_lr`, then decay to `min_lr` in one of Megatron's shapes.
+
+    Steps are iterations or samples, the unit of the training.
+
+    Example:
+        >>> schedule = LearningRateSchedule(
+        ...     max_lr=1.0, min_lr=0.0, decay_style="linear", warmup_steps=2, decay_steps=6
+        ... )
+        >>> [schedule.at(step) for step in range(7)]
+        [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    max_lr: float
+    """Highest learning rate."""
+
+    min_lr: float
+    """Learning rate from the end of the decay."""
+
+    decay_style: str
+    """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD."""
+
+    warmup_steps: float
+    """Steps of the warmup; may be fractional."""
+
+    decay_steps: float
+    """Step at which the decay ends."""
+
+    samples_per_step: int = 1
+    """Samples of a step, the unit of Megatron; it has an effect without warmup."""
+
+    init_lr: float = 0.0
+    """Learning rate at the start of the warmup."""
+
+    wsd_decay_steps: int = 0
+    """Steps of the decay at the end of WSD."""
+
+    wsd_decay_style: str = "exponential"
+    """Shape of that decay: exponential, linear, cosine or minus_sqrt."""
+
+    @classmethod
+    def from_config(
+        cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int, seq_length: int
+    ) -> "LearningRateSchedule":
+        """Return the schedule of a configuration."""
+        in_samples = training.unit == "samples"
+        samples_per_step = 1 if in_samples else global_batch_size
+        steps = LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length)
+        wsd_decay_steps = optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters
+        return cls(
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            decay_style=optimizer.lr_decay_style,
+            warmup_steps=steps.warmup,
+            decay_steps=steps.decay,
+            samples_per_step=samples_per_step,
+            init_lr=optimizer.lr_warmup_init,
+            wsd_decay_steps=wsd_decay_steps or 0,
+            wsd_decay_style=optimizer.lr_wsd_decay_style,
+        )
+
+    def at(self, step: int) -> float:
+        """Learning rate of the update that follows `step` completed steps.
+
+        As in Megatron, the first update of a run is `at(0)`, which is `init_lr` if there is a warmup.
+        """
+        if self.warmup_steps and step <= self.warmup_steps:
+            return self.init_lr + (self.max_lr - self.init_lr) * step / self.warmup_steps
+        if self.decay_style == "constant":
+            return self.max_lr
+        if step > self.decay_steps:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            # Equal to max_lr at the end of the warmup, of any length.
+            warmup, now = (max(each * self.samples_per_step, 1) for each in (self.warmup_steps, step))
+            return max(self.min_lr, self.max_lr * sqrt(warmup / now))
+        return self.min_lr + self._remaining(step) * (self.max_lr - self.min_lr)
+
+    def _remaining(self, step: int) -> float:
+        """Return the remaining part of the decay at a step, in [0, 1]."""
+        if self.decay_style == "WSD":
+            begin = self.decay_steps - self.wsd_decay_steps
+            if step <= begin:
+                return 1.0
+            style, progress = self.wsd_decay_style, (step - begin) / self.wsd_decay_steps
+        else:
+            style = self.decay_style
+            progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        return _remaining(style, progress)
+
+
+def _remaining(style: str, progress: float) -> float:
+    """Return the remaining part of a decay in one of Megatron's shapes, at a progress in [0, 1]."""
+    if style == "linear":
+        return 1 - progress
+    if style == "cosine":
+        return (1 + cos(pi * progress)) / 2
+    if style == "exponential":
+        return 2 * 0.5**progress - 1
+    assert style == "minus_sqrt", style
+    return 1 - sqrt(progress)
+
+
+def schedule_facts(optimizer: OptimizerConfig, training: TrainingConfig, *, tokens_per_step: int) -> dict[str, Any]:
+    """Return the fields that set learning rate and weight decay over a training, with its lengths in steps."""
+    given = {
+        name: value
+        for name, value in asdict(optimizer).items()
+        if re.search(r"(^|_)lr(_|$)|weight_decay", name) and not name.endswith(("_fraction", "_tokens"))
+    }
+    steps = LearningRateSteps.of(optimizer, training, tokens_per_step=tokens_per_step)
+    return given | {f"lr_warmup_{training.unit}": steps.warmup, f"lr_decay_{training.unit}": steps.decay}
+
+
+def weight_decay_at(step: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
+    """Weight decay of the update that follows `step` completed steps: constant, or rising in one of Megatron's shapes.
+
+    Example:
+        >>> rising = OptimizerConfig(
+        ...     lr=1.0, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_incr_style="linear"
+        ... )
+        >>> [weight_decay_at(step, rising, TrainingConfig(train_iters=4)) for step in range(6)]
+        [0.0, 0.1, 0.2, 0.30000000000000004, 0.4, 0.4]
+    """
+    constant, style = optimizer.weight_decay, optimizer.weight_decay_incr_style
+    start = constant if optimizer.start_weight_decay is None else optimizer.start_weight_decay
+    end = constant if optimizer.end_weight_decay is None else optimizer.end_weight_decay
+    if style == "constant" or step > training.length:
+        return end
+    progress = step / training.length
+    risen = progress if style == "linear" else (1 + cos(pi * (1 - progress))) / 2
+    return start + risen * (end - start)

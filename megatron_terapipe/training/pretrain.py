@@ -19,9 +19,8 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.planning import checked_layout, stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
-from megatron_terapipe.training.end_of_run import EndOfRun
+from megatron_terapipe.training.end_of_run import EndOfRun, after_restart, watch_over
 from megatron_terapipe.training.first_rank import FirstRank
-from megatron_terapipe.training.recovery import after_restart, watch_over
 
 if TYPE_CHECKING:
     from megatron_terapipe.training.build_engine import Layers, Loss

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from torch import cuda
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, slow_planning
@@ -34,12 +36,12 @@ from megatron_terapipe.data.fill_in_the_middle import FillInTheMiddle
 from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
-from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
+from megatron_terapipe.devices import device_in
+from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError, not_installed
 from megatron_terapipe.planning import Ask, check_schedule, pipeline_schedule, plan_run, proven_schedule
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.optimizer_schedules import schedule_facts
+from megatron_terapipe.training.optimizer import schedule_facts
 from megatron_terapipe.training.records import Progress
-from megatron_terapipe.training.reporters import check_packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,11 @@ class Run:
         tokens = self.config.model.seq_length * (self.batch_sizes.final if self.config.training.unit == "iters" else 1)
         return schedule_facts(self.config.optimizer, self.config.training, tokens_per_step=tokens)
 
+    @cached_property
+    def peak_tflops(self) -> float | None:
+        """Peak of a device in TFLOP/s, of `--peak-tflops-per-device` or its data sheet; None where that is unknown."""
+        return self.config.logging.peak_tflops_per_device or peak_tflops_here(self.config.precision.dtype)
+
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
         """Return the description of this run in a checkpoint."""
         return CheckpointInfo(
@@ -141,7 +148,7 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
     _check_profiled_ranks(config.logging, launch.world_size)
     if not config.training.dry_run:
         _check_accelerator(config)
-    check_packages(config.logging)
+    _check_packages(config.logging)
     checkpoint = find_checkpoint(
         config.checkpoint,
         config.model,
@@ -194,6 +201,17 @@ def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
     return size
 
 
+def peak_tflops_here(dtype: str) -> float | None:
+    """Dense peak of this rank's device by its data sheet, in TFLOP/s.
+
+    None if the device is not known, as on CPUs, and in fp32, where it depends on how torch multiplies.
+    """
+    if dtype == "fp32" or get_accelerator().device_name() != "cuda":
+        return None
+    device = device_in(cuda.get_device_name())
+    return None if device is None else device.half_flops / 1e12
+
+
 def _hardware_queues() -> int | None:
     """Return the hardware queues that the streams of this process share; None without streams."""
     return hardware_queues() if get_accelerator().device_name() == "cuda" else None
@@ -215,6 +233,17 @@ def _check_profiled_ranks(logging: LoggingConfig, world_size: int) -> None:
     wrong = [rank for rank in logging.profile_ranks if rank not in range(world_size)]
     if logging.profile and wrong:
         raise ConfigError(f"--profile-ranks {wrong[0]} is not a rank: give ranks from 0 to {world_size - 1}")
+
+
+def _check_packages(logging: LoggingConfig) -> None:
+    """Raise a `ConfigError` if a package that a flag needs is not installed."""
+    needed = {
+        "tensorboard": ("--tensorboard-dir", logging.tensorboard_dir),
+        "wandb": ("--wandb-project", logging.wandb_project),
+    }
+    for package, (flag, value) in needed.items():
+        if value is not None and find_spec(package) is None:
+            raise ConfigError(f"{flag} {value} needs {not_installed(package)}")
 
 
 def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Progress:

@@ -2,7 +2,8 @@
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,24 @@ from deepspeed_ext.plan.draw import Panel, render_chrome_trace, render_html, ren
 from deepspeed_ext.plan.measured import Comparison, StepRecord
 from deepspeed_ext.plan.memory import activation_over_time
 from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.runtime.clocks import PhaseClock, ProfilerRanges
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.gradients.gradient_norm import ZeroGradients
+from megatron_terapipe.config import LoggingConfig, ModelConfig
+from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
+from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.config.parallel import BY_DOCUMENTS
-from megatron_terapipe.training.expert_loads import ExpertWatch
-from megatron_terapipe.training.instruments import Instruments, peak_tflops_here, tflops_per_device
 from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
-from megatron_terapipe.training.optimizer import set_step_sizes
-from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, weight_decay_at
-from megatron_terapipe.training.records import IterationMetrics, Progress
+from megatron_terapipe.training.optimizer import LearningRateSchedule, set_step_sizes, weight_decay_at
+from megatron_terapipe.training.records import (
+    STARVED_FOR,
+    ExpertLoads,
+    IterationMetrics,
+    Progress,
+    latest_loads,
+    starved_text,
+)
 from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.run import Run
 
@@ -50,7 +61,6 @@ class TrainingStep:
         self._instruments = Instruments(self._logging, engine, report.note)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
         self._experts = ExpertWatch(run.config.model, engine, report)
-        self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
 
     def run(self, progress: Progress, batches: RememberedBatches) -> Progress:
         """Train on the next global batch.
@@ -69,10 +79,11 @@ class TrainingStep:
         grad_norm = None if skipped else float(self._engine.get_global_grad_norm())
         progress = progress.after(batch_size, skipped=skipped)
         model = self._run.config.model
+        device_seconds = self._run.launch.world_size * seconds
         tflops, causal_tflops = (
-            tflops_per_device(model, batch_size, seconds, self._run.launch.world_size, causal=causal)
-            for causal in (False, True)
+            iteration_flops(model, batch_size, causal=causal) / device_seconds / 1e12 for causal in (False, True)
         )
+        peak = self._run.peak_tflops
         spiky_loss, large_grads = self._spikes.check(progress.iteration, loss, grad_norm)
         is_first = progress.iteration == self._run.start.iteration + 1
         if model.num_experts is not None and (is_first or progress.iteration % self._logging.log_interval == 0):
@@ -90,8 +101,8 @@ class TrainingStep:
                 global_batch_size=batch_size,
                 tflops_per_device=tflops,
                 tflops_per_device_causal=causal_tflops,
-                mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
-                mfu_causal=None if self._peak_tflops is None else causal_tflops / self._peak_tflops,
+                mfu=None if peak is None else tflops / peak,
+                mfu_causal=None if peak is None else causal_tflops / peak,
                 loss_scale=float(self._engine.optimizer.loss_scale) if self._run.config.precision.fp16 else None,
                 skipped_iterations=progress.skipped_iterations,
                 params_norm=parameter_norm(self._engine) if self._logging.log_params_norm else None,
@@ -214,3 +225,127 @@ def write_drawings(step: StepRecord, directory: Path) -> str:
         f" wrote {directory}/timeline.svg, .html, .json and .trace.json: bubble {timeline.bubble_ratio:.1%}, simulated "
         f"time {comparison.efficiency:.1%} of the measured"
     )
+
+
+Timers = dict[str, tuple[float, ...]]
+"""Seconds by phase: the maximum over ranks, the minimum and the maximum, or one figure for each rank."""
+
+
+def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, option: TimingOption) -> Timers:
+    """Return the seconds of ranks in each phase since the last call; a collective operation of all ranks."""
+    own = torch.tensor(list(clock.take().values()), dtype=torch.float64, device=engine.device)
+    if option == "all":
+        each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(each, own)
+        rows = each
+    else:
+        extremes = torch.stack((-own, own))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        rows = [extremes[1]] if option == "max" else [-extremes[0], extremes[1]]
+    return dict(zip(clock.names, zip(*(row.tolist() for row in rows), strict=True), strict=True))
+
+
+class Profiler:
+    """Records the iterations and the ranks of the flags, with names of ops and phases."""
+
+    def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
+        self._engine, self._note = engine, note
+        chosen = logging.profile and engine.global_rank in logging.profile_ranks
+        self._iterations = logging.profiled_iterations if chosen else range(0)
+        self._recorder: Any = None
+        if chosen and logging.use_pytorch_profiler:
+            directory, name = str(logging.tensorboard_dir), f"rank{engine.global_rank}"
+            handler = torch.profiler.tensorboard_trace_handler(directory, worker_name=name)
+            self._recorder = torch.profiler.profile(record_shapes=True, with_stack=True, on_trace_ready=handler)
+        elif chosen:
+            self._recorder = torch.cuda.profiler
+        self._records = False
+
+    @contextmanager
+    def around(self, iteration: int) -> Iterator[None]:
+        """Record an iteration, counted from 1, if it is one of them."""
+        if iteration not in self._iterations:
+            yield
+            return
+        if not self._records:
+            self._recorder.start()
+            self._records = True
+        with self._engine.observers.joined_by(ProfilerRanges()):
+            yield
+        if iteration == self._iterations[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop recording."""
+        if self._records:
+            self._recorder.stop()
+            self._records = False
+            self._note(f" profiled iterations {self._iterations[0]} to {self._iterations[-1]}")
+
+
+class Instruments:
+    """Instruments of the flags: profiler, timers, and the number of zeros in gradients."""
+
+    def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
+        self._engine, self._option = engine, logging.timing_log_option
+        level = logging.timing_log_level
+        self._clock = PhaseClock(parts=level > 1) if level else None
+        self._zeros = ZeroGradients(engine) if logging.log_num_zeros_in_grad else None
+        self._profiler = Profiler(logging, engine, note)
+
+    @contextmanager
+    def around(self, iteration: int) -> Iterator[None]:
+        """Measure an iteration, counted from 1."""
+        with ExitStack() as entered:
+            entered.enter_context(self._profiler.around(iteration))
+            for observer in (self._clock, self._zeros):
+                if observer is not None:
+                    entered.enter_context(self._engine.observers.joined_by(observer))
+            yield
+
+    def timers(self) -> Timers | None:
+        """Return the seconds of each phase of the last iteration, if measured; a collective operation of all ranks."""
+        return None if self._clock is None else seconds_over_ranks(self._clock, self._engine, self._option)
+
+    def num_zero_gradients(self) -> int | None:
+        """Return the number of zeros in the gradient of the last iteration, if counted."""
+        return None if self._zeros is None else self._zeros.number()
+
+    def close(self) -> None:
+        """Stop the profiler."""
+        self._profiler.close()
+
+
+class ExpertWatch:
+    """Reports the loads of experts and the losses of routers, and each expert once that begins to be starved."""
+
+    def __init__(self, model: ModelConfig, engine: TokenSlicePipelineEngine, report: Reporters) -> None:
+        self._model, self._engine, self._report = model, engine, report
+        self._layers = tuple(number for number, block in enumerate(model.blocks) if block.num_experts)
+        self._recent: list[ExpertLoads] = []
+        self._starved: set[tuple[int, int]] = set()
+        self._next_check = 0
+
+    def read(self, iteration: int) -> None:
+        """Report the loads since the previous call; a collective operation of all ranks, and the host waits."""
+        steps, counts, values = self._engine.take_tally()
+        of_layers = [LAYERS_BEFORE_BLOCKS + number for number in self._layers]
+        shares = counts[of_layers] / counts[of_layers].double().mean(1, keepdim=True)
+        loads = ExpertLoads(
+            iteration=iteration,
+            iterations=steps,
+            layers=self._layers,
+            loads=tuple(tuple(round(load, 4) for load in of_layer) for of_layer in shares.tolist()),
+            losses=dict(zip(self._model.router_losses, values[of_layers].mean(0).tolist(), strict=True)),
+        )
+        self._report(loads)
+        self._recent = [*self._recent[-STARVED_FOR:], loads]
+        if iteration < self._next_check:  # Means of many lines take long.
+            return
+        self._next_check = iteration + STARVED_FOR // 10
+        latest = latest_loads(self._recent)
+        assert latest is not None, "has a line"
+        starved = {(layer, expert) for _, layer, expert in latest.starved}
+        if starved - self._starved:
+            self._report.note(f" warning: {starved_text(latest)}")
+        self._starved = starved

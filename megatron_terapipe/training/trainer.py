@@ -29,7 +29,6 @@ from megatron_terapipe.config import Config, ModelConfig
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import SaveError
 from megatron_terapipe.training.auto_plan import keep_schedule, keep_strategy, notes
-from megatron_terapipe.training.build_reporters import build_reporters
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.number_guards import (
     BadIteration,
@@ -39,7 +38,7 @@ from megatron_terapipe.training.number_guards import (
     refuse_different_copies,
 )
 from megatron_terapipe.training.records import EvaluationMetrics, Progress, RunEnd, Saved
-from megatron_terapipe.training.reporters import Reporters
+from megatron_terapipe.training.reporters import Reporters, build_reporters
 from megatron_terapipe.training.run import Run
 from megatron_terapipe.training.step import TrainingStep
 

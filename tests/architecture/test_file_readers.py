@@ -20,7 +20,7 @@ OWN_READERS = {
     "megatron_terapipe/data/preprocess.py": "the corpus, by runs of lines",
     "megatron_terapipe/data/tokenizer_checks.py": "hashes of data files, by blocks",
     "megatron_terapipe/doctor/examination.py": "a file of the package",
-    "megatron_terapipe/doctor/launching.py": "output of its own probes",
+    "megatron_terapipe/doctor/facts.py": "output of its own probes",
     "megatron_terapipe/doctor/probe.py": "/proc, and files of the installation; it has the standard library only",
     "megatron_terapipe/huggingface/folder_weights.py": "weights by the package safetensors",
     "megatron_terapipe/neox/convert.py": "a file of the package",

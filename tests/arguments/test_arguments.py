@@ -10,8 +10,7 @@ import pytest
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.arguments import flags, parse_arguments
-from megatron_terapipe.arguments.help import MOST_USED, groups
-from megatron_terapipe.arguments.parser import sections
+from megatron_terapipe.arguments.parser import MOST_USED, groups, sections
 from megatron_terapipe.arguments.spellings import Spellings
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError

@@ -12,8 +12,7 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.megatron_model import megatron_info
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.optimizer import set_step_sizes
-from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule
+from megatron_terapipe.training.optimizer import LearningRateSchedule, set_step_sizes
 from tests.checkpoint.megatron_files import (
     AFTER,
     BEFORE,

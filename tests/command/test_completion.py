@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
-from megatron_terapipe.command.commands import COMMANDS
 from megatron_terapipe.command.completion import SHELLS, script
-from megatron_terapipe.command.main import main
+from megatron_terapipe.command.main import COMMANDS, main
 from megatron_terapipe.config.presets import MODEL_PRESETS
 
 FLAGS = ("--pipeline-schedule", "--num-token-slices", "--hostfile", "--global-batch-size", "--output-prefix", "--dtype")

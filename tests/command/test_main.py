@@ -15,8 +15,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import CommandParser, run_command
 from megatron_terapipe.arguments.parser import read_command_line
 from megatron_terapipe.command import main as main_module
-from megatron_terapipe.command.commands import COMMANDS, GROUPS, listed
-from megatron_terapipe.command.main import main, parsers, versions
+from megatron_terapipe.command.main import COMMANDS, GROUPS, listed, main, parsers, versions
 from megatron_terapipe.command.train import split
 from tests.architecture.sources import ROOT, modules
 

@@ -8,8 +8,7 @@ import pytest
 
 import pretrain_gpt
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.arguments.help import MOST_USED
-from megatron_terapipe.arguments.parser import flags
+from megatron_terapipe.arguments.parser import MOST_USED, flags
 from megatron_terapipe.command import train
 from megatron_terapipe.command.main import main
 from megatron_terapipe.command.train import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import build_config, parse_arguments
 from megatron_terapipe.config import Config, ModelConfig, flops
-from megatron_terapipe.config.pipeline import TILE, balanced_token_slices
+from megatron_terapipe.config.flops import TILE, balanced_token_slices
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy
 

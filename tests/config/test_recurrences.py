@@ -7,9 +7,8 @@ import torch
 
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.flops import model_parameters
+from megatron_terapipe.config.flops import balanced_token_slices, model_parameters
 from megatron_terapipe.config.layers import Recurrence
-from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.inference import WholeModel
 from tests.arguments.test_foreign_flags import REQUIRED
 

@@ -7,9 +7,8 @@ import pytest
 from docs.extensions import commands_page, flags_page
 from docs.extensions.generated_text import PRINTERS
 from megatron_terapipe.arguments import flags
-from megatron_terapipe.command.commands import listed
 from megatron_terapipe.command.completion import actions_of
-from megatron_terapipe.command.main import parsers
+from megatron_terapipe.command.main import listed, parsers
 from megatron_terapipe.config.options import flag
 from tests.architecture.sources import ROOT
 

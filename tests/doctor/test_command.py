@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from megatron_terapipe.doctor.__main__ import main
+from megatron_terapipe.doctor.checks import findings
 from megatron_terapipe.doctor.facts import Examined
-from megatron_terapipe.doctor.findings import Level
-from megatron_terapipe.doctor.report import Document, document, findings, print_examination
+from megatron_terapipe.doctor.findings import Document, Level, document, print_examination
 from tests.doctor.made import GIB, healthy, on
 
 

@@ -5,10 +5,9 @@ from functools import reduce
 
 import pytest
 
-from megatron_terapipe.doctor.facts import Clock, Examined, Imports
+from megatron_terapipe.doctor.checks import findings
+from megatron_terapipe.doctor.facts import Clock, Examined, Imports, variables_of_rank
 from megatron_terapipe.doctor.findings import Finding, Level
-from megatron_terapipe.doctor.launching import variables_of_rank
-from megatron_terapipe.doctor.report import findings
 from tests.doctor.made import GIB, Change, alone, everywhere, facts, healthy, launching, link, on
 
 ALL = "node1 node2 node3"

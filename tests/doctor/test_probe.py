@@ -17,8 +17,7 @@ from pydantic import TypeAdapter
 
 from megatron_terapipe.doctor import probe
 from megatron_terapipe.doctor.examination import Examination, HostProbe, ProbeLost, local_command
-from megatron_terapipe.doctor.facts import Examined, Host, HostFacts
-from megatron_terapipe.doctor.launching import launching_here
+from megatron_terapipe.doctor.facts import Examined, Host, HostFacts, launching_here
 
 TOKEN = "0f" * probe.TOKEN_BYTES
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.checkpoint.conversion import export_checkpoint
-from megatron_terapipe.command.commands import COMMANDS
+from megatron_terapipe.command.main import COMMANDS
 from tests import warm
 from tests.architecture.sources import ROOT
 from tests.data.trained_tokenizers import train_hugging_face

@@ -17,7 +17,7 @@ from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.convert import BEFORE_2023_12, Conversion, convert, cut_off, without_counterpart
-from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule
+from megatron_terapipe.training.optimizer import LearningRateSchedule
 
 LEAST = {
     **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128},

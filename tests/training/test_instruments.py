@@ -1,8 +1,9 @@
-"""Instruments of an iteration: timers, profiler, zeros of gradients; throughput."""
+"""Instruments of an iteration: timers, profiler, zeros of gradients; throughput; loads of experts."""
 
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.clocks import BACKWARD, FORWARD, OPS, PHASES, ProfilerRanges
+from deepspeed_ext.runtime.state.counts import StepTally
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.devices import DEVICES
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.training import run as prepared_run
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.instruments import Instruments, peak_tflops, peak_tflops_here, tflops_per_device
+from megatron_terapipe.training.records import ExpertLoads
+from megatron_terapipe.training.run import peak_tflops_here
+from megatron_terapipe.training.step import ExpertWatch, Instruments
 from tests.distributed import run_distributed, run_each
 from tests.training.equivalence.test_gpt_equivalence import expected_gradients
 from tests.training.gpt_runs import FLAGS, Setup, batches, run_of
@@ -209,7 +214,7 @@ def test_a_published_utilization() -> None:
     Their FLOPs are those of the hardware, whose backward recomputes the blocks: 4 passes where the model needs 3.
     """
     seconds = 32.0
-    found = tflops_per_device(GPT3_175B, 1536, seconds, world_size=1024)
+    found = iteration_flops(GPT3_175B, 1536) / seconds / 1024 / 1e12
     hardware_tflops = 96 * 1536 * 2048 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288))
     assert found == pytest.approx(hardware_tflops * 3 / 4 / seconds / 1024 / 1e12, rel=2e-3)
 
@@ -217,36 +222,57 @@ def test_a_published_utilization() -> None:
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
-        ("Tesla V100-SXM2-32GB", 125),
-        ("NVIDIA GB200", 2500),
+        *((f"NVIDIA {name}", each.device.half_flops / 1e12) for name, each in DEVICES.items() if each.device.is_gpu),
+        ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA H100 NVL", 836),
+        ("NVIDIA H100 NVL", 835.5),
         ("Tesla V100-PCIE-32GB", 112),
-        ("AMD Instinct MI250X", 192),  # one of its two dies, which torch sees as a device
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", 70),
+        ("AMD Instinct MI250X", 191.5),  # one of its two dies, which torch sees as a device
         ("NVIDIA RTX A4000", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("GeForce GTX 970", None),
     ],
 )
-def test_peaks_of_data_sheets(name: str, peak: float | None) -> None:
-    found = peak_tflops(name, "bf16")
-    assert (found if peak is None else round(found)) == peak
-    assert peak_tflops(name, "fp32") is None
+def test_peaks_of_data_sheets(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_tflops_here("bf16") is None, "on a CPU"
+    monkeypatch.setattr(prepared_run, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert (peak_tflops_here("bf16"), peak_tflops_here("fp32")) == (peak, None)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in DEVICES.items() if entry.device.is_gpu])
-def test_utilization_and_search_have_the_same_peak(name: str) -> None:
-    assert peak_tflops(f"NVIDIA {name}", "bf16") == device(name).half_flops / 1e12
+WITH_EXPERTS = ModelConfig(
+    num_layers=3, hidden_size=8, num_attention_heads=2, seq_length=8, num_experts=4, moe_layer_freq="2",
+    moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1,
+)  # fmt: skip
 
 
-def test_a_cpu_has_no_known_peak() -> None:
-    assert peak_tflops_here("bf16") is None
+class Reported(list[Any]):
+    """Lines, and notes as texts."""
+
+    __call__ = note = list.append
+
+
+def test_loads_are_shares_by_transformer_layer_and_an_expert_that_starts_to_starve_is_reported_once() -> None:
+    # The engine has two layers before the transformer layers, and two after them.
+    def tally(first: tuple[int, ...]) -> StepTally:
+        counts, values = torch.zeros(7, 4, dtype=torch.int64), torch.zeros(7, 2, dtype=torch.float64)
+        counts[2], counts[4] = torch.tensor(first), torch.tensor((5, 5, 5, 5))
+        values[2], values[4] = torch.tensor((1.5, 2.0)), torch.tensor((1.0, 4.0))
+        return StepTally(50, counts, values)
+
+    even, uneven = (10, 10, 10, 10), (1, 20, 12, 7)
+    tallies = iter([tally(even), *[tally(uneven)] * 3, tally(even), *[tally((1, 1, 0, 0))] * 2])
+    engine, reported = SimpleNamespace(take_tally=lambda: next(tallies)), Reported()
+    watch = ExpertWatch(WITH_EXPERTS, engine, reported)  # type: ignore[arg-type]
+    for iteration in range(80, 381, 50):
+        watch.read(iteration)
+    first, second = reported[:2]
+    assert isinstance(first, ExpertLoads) and (first.iteration, first.iterations, first.layers) == (80, 50, (0, 2))
+    assert first.loads == ((1.0,) * 4, (1.0,) * 4) and first.losses == {"load_balancing_loss": 1.25, "z_loss": 3.0}
+    assert second.loads == ((0.1, 2.0, 1.2, 0.7), (1.0,) * 4)
+    notes = {index: each for index, each in enumerate(reported) if isinstance(each, str)}
+    assert notes == {
+        7: " warning: expert 2 of layer 0 received 0.0% of an even share of tokens over the last 100 iterations, and 1 "
+        "more below 10%: raise --moe-aux-loss-coeff, or add --moe-router-enable-expert-bias"
+    }

@@ -1,15 +1,24 @@
-"""Which parameters decay, and by which rule they are updated."""
+"""Which parameters decay, by which rule; rates and decays at every step, as in Megatron's scheduler."""
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as draw
 from torch import nn
 
-from megatron_terapipe.config import OptimizerConfig
+from megatron_terapipe.config import OptimizerConfig, TrainingConfig
 from megatron_terapipe.inference import WholeModel
-from megatron_terapipe.training.optimizer import apex_fused_adam, build_optimizer, set_step_sizes
+from megatron_terapipe.training.optimizer import (
+    LearningRateSchedule,
+    apex_fused_adam,
+    build_optimizer,
+    set_step_sizes,
+    weight_decay_at,
+)
 from tests.model.configs import model_config
 
 
@@ -36,26 +45,22 @@ def test_a_decoupled_learning_rate_is_that_of_the_words_on_both_ends(untied: boo
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for at_first, rates in ((True, (1e-3, 5e-2)), (False, (0.5, 0.25))):
         if not at_first:
-            set_step_sizes(optimizer, learning_rate=rates[0], of_ends=rates[1], weight_decay=0.2)
+            set_step_sizes(optimizer, learning_rate=rates[0], of_ends=rates[1], weight_decay=0.3)
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.2 if at_first else 0.3}
         groups = [({names[id(each)] for each in group["params"]}, group["lr"]) for group in optimizer.param_groups]
         ends = {"layers.0.weight"} | ({next(name for name in names.values() if "linear" in name)} if untied else set())
         assert [lr for names, lr in groups if names & ends] == [rates[1]]
         assert [names for names, lr in groups if lr == rates[1]] == [ends], "positions are not among them"
 
 
-def test_a_bias_of_two_axes_does_not_decay() -> None:
+def test_a_bias_of_two_axes_does_not_decay_and_frozen_parameters_and_empty_groups_are_left_out() -> None:
     parameters = {"up.weight": nn.Parameter(torch.ones(2, 3, 4)), "up.bias": nn.Parameter(torch.ones(2, 3))}
     decaying, others = build_optimizer(OptimizerConfig(lr=1.0), parameters.items()).param_groups
-    assert decaying["params"] == [parameters["up.weight"]]
-    assert others["params"] == [parameters["up.bias"]]
+    assert (decaying["params"], others["params"]) == ([parameters["up.weight"]], [parameters["up.bias"]])
     assert others["weight_decay"] == 0.0
-
-
-def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
-    layer = nn.Linear(3, 2)
-    layer.bias.requires_grad_(False)
-    (group,) = build_optimizer(OptimizerConfig(lr=1e-3), layer.named_parameters()).param_groups
-    assert [id(parameter) for parameter in group["params"]] == [id(layer.weight)]
+    parameters["up.bias"].requires_grad_(False)
+    (group,) = build_optimizer(OptimizerConfig(lr=1e-3), parameters.items()).param_groups
+    assert group["params"] == [parameters["up.weight"]]
 
 
 def test_flags_reach_the_optimizer() -> None:
@@ -67,12 +72,6 @@ def test_flags_reach_the_optimizer() -> None:
     config = OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.6)
     optimizer = build_optimizer(config, [("bias", nn.Parameter(torch.ones(1)))])
     assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["momentum"] == 0.6
-
-
-def test_a_learning_rate_holds_for_every_group_and_a_weight_decay_for_those_that_decay() -> None:
-    optimizer = build_optimizer(OptimizerConfig(lr=0.5, weight_decay=0.0), nn.Linear(3, 2).named_parameters())
-    set_step_sizes(optimizer, learning_rate=0.125, of_ends=9.0, weight_decay=0.3)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.125, 0.3), (0.125, 0.0)]
 
 
 def test_another_apex_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +99,82 @@ def test_nvidias_apex_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = build_optimizer(OptimizerConfig(lr=0.5, adam_eps=1e-5), nn.Linear(3, 2).named_parameters())
     assert isinstance(optimizer, FusedAdam)
     assert optimizer.param_groups[0]["eps"] == 1e-5
+
+
+STYLES = ["constant", "linear", "cosine", "inverse-square-root"]
+WSD_STYLES = ["exponential", "linear", "cosine", "minus_sqrt"]
+
+
+class Groups:
+    """Parameter groups for Megatron's scheduler."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{}]
+
+
+@settings(deadline=None)
+@given(data=draw.data(), style=draw.sampled_from([*STYLES, "WSD"]), wsd_style=draw.sampled_from(WSD_STYLES))
+def test_both_are_megatrons_at_every_step(data: Any, style: str, wsd_style: str) -> None:
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    batch_size, train_iters = data.draw(draw.integers(1, 64)), data.draw(draw.integers(2, 60))
+    decay_iters = data.draw(draw.integers(2, 60))
+    warmup_iters = data.draw(draw.integers(0, decay_iters - 1))
+    wsd_iters = data.draw(draw.integers(1, decay_iters))
+    init_lr, min_lr = data.draw(draw.sampled_from([(0.0, 0.0), (0.01, 0.1)]))
+    incr_style = data.draw(draw.sampled_from(["constant", "linear", "cosine"]))
+    start, end = (0.1, 0.1) if incr_style == "constant" else (0.02, 0.3)
+    # Megatron counts samples also where the training is counted in iterations.
+    theirs = scheduler(
+        Groups(), init_lr, 0.5, min_lr, warmup_iters * batch_size, decay_iters * batch_size, style,
+        start, end, train_iters * batch_size, incr_style,
+        wsd_decay_steps=wsd_iters * batch_size, lr_wsd_decay_style=wsd_style,
+    )  # fmt: skip
+    in_samples = data.draw(draw.booleans())
+    unit, factor = ("samples", batch_size) if in_samples else ("iters", 1)
+    rising = {} if incr_style == "constant" else {"start_weight_decay": start, "end_weight_decay": end}
+    section = OptimizerConfig(
+        lr=0.5, min_lr=min_lr, lr_decay_style=style, lr_wsd_decay_style=wsd_style, lr_warmup_init=init_lr,
+        weight_decay=0.1, weight_decay_incr_style=incr_style, **rising,
+        **{f"lr_warmup_{unit}": warmup_iters * factor, f"lr_decay_{unit}": decay_iters * factor},
+        **{f"lr_wsd_decay_{unit}": wsd_iters * factor},
+    )  # fmt: skip
+    training = TrainingConfig(**{f"train_{unit}": train_iters * factor})
+    rates = LearningRateSchedule.from_config(section, training, global_batch_size=batch_size, seq_length=8)
+    for iteration in range(max(train_iters, decay_iters) + 3):
+        (group,) = theirs.optimizer.param_groups
+        assert rates.at(iteration * factor) == pytest.approx(group["lr"], rel=1e-12, abs=1e-15)
+        decay = weight_decay_at(iteration * factor, section, training)
+        assert decay == pytest.approx(group["weight_decay"], rel=1e-12)
+        theirs.step(batch_size)
+
+
+@pytest.mark.parametrize(
+    ("length", "settings", "steps"),
+    [
+        ({"train_iters": 40}, {"lr_warmup_fraction": 0.25}, (10, 40)),
+        # Megatron does not cut 2.5 iterations of warmup off to 2.
+        ({"train_iters": 10}, {"lr_warmup_fraction": 0.25}, (2.5, 10)),
+        ({"train_iters": 40}, {"lr_warmup_iters": 3, "lr_decay_iters": 20}, (3, 20)),
+        ({"train_samples": 400}, {"lr_warmup_samples": 30}, (30, 400)),
+        # Tokens are counted in the unit of the training: samples of 8 tokens, or iterations of 4 samples.
+        ({"train_samples": 500}, {"lr_warmup_tokens": 84, "lr_decay_tokens": 804}, (10.5, 100.5)),
+        ({"train_iters": 500}, {"lr_warmup_tokens": 84, "lr_decay_tokens": 804}, (10.5 / 4, 100.5 / 4)),
+    ],
+)
+def test_from_config(length: dict[str, int], settings: dict[str, float], steps: tuple[float, float]) -> None:
+    section = OptimizerConfig(lr=2.0, min_lr=0.0, lr_decay_style="linear", **settings)
+    rates = LearningRateSchedule.from_config(section, TrainingConfig(**length), global_batch_size=4, seq_length=8)
+    assert (rates.warmup_steps, rates.decay_steps, rates.max_lr) == (*steps, 2.0)
+    assert rates.at(sum(steps) / 2) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        ({}, (1.0, 0.1)),
+        ({"decoupled_lr": 3.0}, (3.0, 0.1)),
+        ({"decoupled_lr": 3.0, "decoupled_min_lr": 0.5}, (3.0, 0.5)),
+    ],
+)
+def test_the_ends_of_the_model_may_have_rates_of_their_own(flags: dict[str, float], rates: tuple[float, float]) -> None:
+    assert OptimizerConfig(lr=1.0, min_lr=0.1, **flags).ends == rates

@@ -14,7 +14,6 @@ from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.training import reporters
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.run import Run, _datasets, prepare, reading_ranks
 from tests.inference.checkpoints import MODEL, checkpoint_info
@@ -116,7 +115,7 @@ def test_the_default_split_asks_for_no_test_that_little_data_cannot_give(data: P
 
 @pytest.mark.parametrize(("package", "words"), [("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")])
 def test_a_package_that_is_not_installed(data: Path, monkeypatch, package: str, words: str) -> None:
-    monkeypatch.setattr(reporters, "find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_terapipe.training.run.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=rf"^{words} mine needs the package {package}, .*: pip install {package} \(extra: logging\)$"
     ):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_terapipe.config.pipeline import granularity_of
+from megatron_terapipe.config.flops import granularity_of
 from megatron_terapipe.console import output_console
 from megatron_terapipe.dimensions import Dimension, ordered_for
 from megatron_terapipe.search.answer.figures import (

@@ -228,7 +228,7 @@ def _join() -> Any:
     from deepspeed.accelerator import get_accelerator
 
     from deepspeed_ext.runtime.initialize import init_distributed
-    from megatron_terapipe.training.cpu_affinity import settle_on_cores
+    from megatron_terapipe.training.build_engine import settle_on_cores
 
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
     # DeepSpeed calls collectives by names that torch has renamed; users cannot change that.

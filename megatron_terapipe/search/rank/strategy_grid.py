@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.pipeline import granularity_of
+from megatron_terapipe.config.flops import granularity_of
 from megatron_terapipe.search.rank.space import Choices, SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 

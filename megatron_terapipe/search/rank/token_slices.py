@@ -29,7 +29,7 @@ from deepspeed_ext.plan.simulate.arrays import Numbers
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts, bounds_of
 from deepspeed_ext.plan.solve.token_slices import CutEvaluation, FixedSchedule, OptimisedOrders, search_cuts
-from megatron_terapipe.config.pipeline import granularity_of
+from megatron_terapipe.config.flops import granularity_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.stages import (
