@@ -126,14 +126,14 @@ def measured(figures: Figures, what: str) -> Iterator[None]:
 
 def schedule(scale: Scale) -> Figures:
     """The program of one pipeline rank: order, check and lowering."""
-    from deepspeed_ext.plan.programs.proven import ProvenSchedule
+    from deepspeed_ext.plan.programs.lowering import ProvenSchedule
     from deepspeed_ext.plan.schedules import schedule_named
 
     shape = PipelineShape(scale.stages, scale.micro_batches, scale.token_slices)
     programs = ProvenSchedule(schedule_named(scale.schedule))
     figures: Figures = {"ops of all ranks": 2.0 * scale.stages * scale.micro_batches * scale.token_slices}
     with measured(figures, "program ready"):
-        programs.program(scale.stage, shape, training=True, loading_ranks={0, scale.stages - 1})
+        programs.program(scale.stage, shape)
     return figures
 
 

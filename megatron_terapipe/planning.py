@@ -16,11 +16,10 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.found_schedule import EFFORT, FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
-from deepspeed_ext.plan.ops import Placement, check_num_ops
+from deepspeed_ext.plan.ops import PipelineShape, Placement, check_num_ops
 from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import FEW_OPS, SimulatedSchedule
-from deepspeed_ext.plan.programs.proven import ProvenSchedule
+from deepspeed_ext.plan.programs.lowering import FEW_OPS, ProvenSchedule, lowering_costs
 from deepspeed_ext.plan.schedule_file import schedule_from_file
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, Schedule, memory_of_1f1b
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -243,16 +242,15 @@ def proven_schedule(
     Args:
         hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
     """
-    costs = None
+    costs: Callable[[PipelineShape], OpCosts] = lowering_costs
     if isinstance(schedule, FoundSchedule):
         costs = schedule.costs
     elif config.training.offload_token_slices:
         # Whether a copy is made depends on its time compared with that of the ops.
         priced = _priced_ops(config, data_parallel_size)
-        costs = lambda _: priced  # noqa: E731
-    simulated = SimulatedSchedule.of(schedule) if costs is None else SimulatedSchedule(schedule, costs=costs)
+        costs = lambda shape: priced  # noqa: E731
     device = DeviceModel(hardware_queues=hardware_queues, exchange=expert_exchange(config))
-    return ProvenSchedule(simulated, device, host_copies(config, data_parallel_size))
+    return ProvenSchedule(schedule, device, host_copies(config, data_parallel_size), costs)
 
 
 def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | None:

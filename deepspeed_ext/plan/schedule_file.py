@@ -17,8 +17,8 @@ from pathlib import Path
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
-from deepspeed_ext.plan.schedules import fixed
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule
+from deepspeed_ext.plan.schedules import Schedule, fixed
 from deepspeed_ext.plan.simulate import check_order
 from deepspeed_ext.plan.text_files import parse_file
 
@@ -39,10 +39,7 @@ def parse_schedule(text: str) -> tuple[PipelineShape, list[list[Op]]]:
     return _parse(text, "this text")[:2]
 
 
-_Parsed = tuple[PipelineShape, list[list[Op]], SimulatedSchedule]
-
-
-def _parse(text: str, name: str) -> _Parsed:
+def _parse(text: str, name: str) -> tuple[PipelineShape, list[list[Op]], Schedule]:
     lines = dict(_lines_with_ops(text))
     if not lines:
         raise PlanError("no ops: write a line such as '0F0.0, 0B0.0' for each pipeline rank")
@@ -63,12 +60,11 @@ def _parse(text: str, name: str) -> _Parsed:
             )
         return written(shape, rank)
 
-    schedule = SimulatedSchedule(checked)
-    check_lowering(schedule, shape)
-    return shape, orders, schedule
+    ProvenSchedule(checked).proof(shape)
+    return shape, orders, checked
 
 
-def schedule_from_file(path: Path | str) -> SimulatedSchedule:
+def schedule_from_file(path: Path | str) -> Schedule:
     """Return the schedule of a file, which is only for the shape of the file and is proven to end there."""
     return parse_file(path, lambda text: _parse(text, str(path)))[2]
 

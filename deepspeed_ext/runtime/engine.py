@@ -24,8 +24,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.programs.device import ExpertExchange
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule
 from deepspeed_ext.plan.programs.program import Program, completing_ops
-from deepspeed_ext.plan.programs.proven import ProvenSchedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.adapted_engine import AdaptedPipelineEngine
@@ -387,10 +387,8 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         return may_load
 
     def _program_of(self, plan: BatchPlan, *, under_ops: bool) -> Program:
-        loading = self.module.reading_ranks
-        return self._schedule.program(
-            self.stage_id, plan.shape, training=plan.training, loading_ranks=loading, under_ops=under_ops
-        )
+        schedule = self._schedule if plan.training else self._schedule.evaluation
+        return schedule.program(self.stage_id, plan.shape, under_ops=under_ops)
 
     def _begin(self, batch: LiveBatch, program: Program) -> None:
         plan = batch.plan

@@ -183,6 +183,9 @@ class Executor:
 
     def load(self, step: Instruction) -> None:
         """Take a micro-batch, cut it, and copy the stages' inputs to the device, so that no op waits for the host."""
+        module = self._module
+        if module.stage_id not in module.reading_ranks:
+            return
         try:
             batch = self._data.take()
         except StopIteration:
@@ -191,7 +194,6 @@ class Executor:
                 f"{self.batch.plan.shape.num_micro_batches}: give one that does not end, such as "
                 "deepspeed.utils.RepeatingLoader"
             ) from None
-        module = self._module
         if batch is None:
             raise UserError(f"{self._reads_data()} and was given no data iterator: pass one on this rank too")
         documents = None if module.documents is None else module.documents(batch)

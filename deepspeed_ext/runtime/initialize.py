@@ -31,8 +31,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
-from deepspeed_ext.plan.programs.proven import ProvenSchedule
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule, lowering_costs
 from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
@@ -205,19 +204,20 @@ def initialize(
         `(engine, optimizer, dataloader, lr_scheduler)`, as `deepspeed.initialize`.
     """
     check_versions()
+    if costs is not None and schedule != OPTIMISED:
+        raise UserError("costs are for schedule='optimised', and another schedule is given: leave out one of them")
     if isinstance(schedule, str) and schedule != OPTIMISED:
         schedule = schedule_named(schedule)
     _check_model(model)
     if schedule == OPTIMISED:
-        found = FoundSchedule(costs or partial(_even_costs, model.token_slices), model.token_slices)
-        schedule = SimulatedSchedule(found, costs=found.costs)
-    elif costs is not None:
-        raise UserError("costs are for schedule='optimised', and another schedule is given: leave out one of them")
-    if not isinstance(schedule, ProvenSchedule):
-        queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
-        proven = ProvenSchedule(schedule, DeviceModel(hardware_queues=queues, exchange=expert_exchange), host_copies)
-    else:
+        costs = costs or partial(_even_costs, model.token_slices)
+        schedule = FoundSchedule(costs, model.token_slices)
+    if isinstance(schedule, ProvenSchedule):
         proven = schedule
+    else:
+        queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        device = DeviceModel(hardware_queues=queues, exchange=expert_exchange)
+        proven = ProvenSchedule(schedule, device, host_copies, costs or lowering_costs)
     if proven.host_copies is not None and not model.recomputation.stages:
         raise UserError(
             "host_copies are of inputs of stages that are computed again, and the module keeps graphs: build it with "

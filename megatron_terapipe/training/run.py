@@ -18,7 +18,7 @@ from torch import cuda
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, slow_planning
-from deepspeed_ext.plan.programs.proven import ProvenSchedule
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.launch import LaunchEnvironment

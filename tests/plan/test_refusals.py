@@ -15,7 +15,7 @@ from deepspeed_ext.plan.measured import Comparison, StepRecord, measured_costs
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak_activation
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement, check_num_ops
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering, lower
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule, lower
 from deepspeed_ext.plan.schedule_file import parse_schedule, read_schedule
 from deepspeed_ext.plan.schedules import fixed, gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_orders, simulate
@@ -111,7 +111,7 @@ REFUSED: list[Row] = [
     ("2,097,152 forwards and backwards on each rank, more", lambda: check_num_ops(PipelineShape(1, 2**20, 1))),
     (
         "stages 1 x micro-batches 1000000000 x token slices 1 make a step of 2,000,000,000",
-        lambda: check_lowering(SimulatedSchedule.of(one_f_one_b), PipelineShape(1, 10**9, 1)),
+        lambda: ProvenSchedule(one_f_one_b).proof(PipelineShape(1, 10**9, 1)),
     ),
     # Layouts and partitions
     (

@@ -14,7 +14,7 @@ from deepspeed_ext.plan.draw.elements import with_unit
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.memory import StepFunction, peak, peak_activation
 from deepspeed_ext.plan.programs.device import DeviceModel, ExpertExchange
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule, lowering_costs
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, closed_form, fixed, interleaved
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
@@ -159,11 +159,10 @@ def show_simulated(options: argparse.Namespace) -> int:
         else:
             timeline = simulate_with_host_copies(request.orders, request.shape, request.costs, copies)
         # The order may be sound, and its transfers still lock.
-        costs = None if copies is None else (lambda _: request.costs)
-        schedule = SimulatedSchedule(fixed(request.orders), costs=costs)
+        costs = lowering_costs if copies is None else (lambda _: request.costs)
         exchange = ExpertExchange(options.moe_token_dispatcher_type or "none")
         device = DeviceModel(hardware_queues=options.hardware_queues, exchange=exchange)
-        proof = check_lowering(schedule, request.shape, device, copies)
+        proof = ProvenSchedule(fixed(request.orders), device, copies, costs).proof(request.shape)
     except ScheduleDeadlock as deadlock:
         _show_deadlock(options, deadlock, request)
         return 1

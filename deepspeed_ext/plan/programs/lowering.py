@@ -42,7 +42,8 @@ this program.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -75,7 +76,7 @@ from deepspeed_ext.plan.programs.program import (
     channels,
     with_reductions,
 )
-from deepspeed_ext.plan.schedules import Schedule, rank_orders
+from deepspeed_ext.plan.schedules import Schedule, forward_order, rank_orders
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from deepspeed_ext.plan.timeline import Span
 
@@ -172,30 +173,39 @@ class Proof(NamedTuple):
         return waits if self.under_ops else f"{waits}, and {between}"
 
 
-class SimulatedSchedule:
-    """A schedule that keeps its simulated timelines. It is a schedule itself.
+def lowering_costs(shape: PipelineShape) -> OpCosts:
+    """Costs of the timeline that programs are lowered from where no others are known: a backward takes two forwards."""
+    return OpCosts.uniform(shape, weight_gradient=1.0)
 
-    With `complete` every token slice must go forward and backward.
+
+@dataclass(eq=False)
+class ProvenSchedule:
+    """A schedule on a device: simulated, lowered and proven to end, once for each shape.
+
+    The trainer proves all shapes of a run before any process group exists, and gives the same object to the engine.
     """
 
-    def __init__(
-        self, schedule: Schedule, *, costs: Callable[[PipelineShape], OpCosts] | None = None, complete: bool = True
-    ) -> None:
-        self._schedule, self._complete = schedule, complete
-        self.costs = costs or lowering_costs
-        """Costs of the ops of a shape, the same on all ranks."""
+    schedule: Schedule
+    """Order of the ops."""
+    device: DeviceModel = field(default_factory=DeviceModel)
+    """Device, as a model, on which programs must end."""
+    host_copies: HostCopySettings | None = None
+    """Settings of the copies to the host; None for no copies."""
+    costs: Callable[[PipelineShape], OpCosts] = lowering_costs
+    """Costs of the ops of a shape, the same on all ranks, by which messages are placed."""
+    complete: bool = True
+    """Whether every token slice must go forward and backward."""
+
+    def __post_init__(self) -> None:
+        self.device = replace(self.device, copies=self.host_copies is not None)
         self._spans: dict[PipelineShape, SpansOfRank] = {}
-        self.proven: dict[tuple[PipelineShape, DeviceModel, HostCopySettings | None], Proof] = {}
-        """Results of `lowering.check_lowering`, by shape, device and host copies."""
+        self._proofs: dict[PipelineShape, Proof] = {}
+        self._programs: dict[tuple[PipelineShape, bool, int], Program] = {}
 
-    @classmethod
-    def of(cls, schedule: Schedule) -> "SimulatedSchedule":
-        """A schedule of training steps; one that remembers already stays as it is."""
-        return schedule if isinstance(schedule, cls) else cls(schedule)
-
-    def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
-        """The ops of a rank; see `schedules.Schedule`."""
-        return self._schedule(shape, rank)
+    @cached_property
+    def evaluation(self) -> "ProvenSchedule":
+        """Forwards only; they end with every assignment of streams to queues."""
+        return ProvenSchedule(forward_order, replace(self.device, hardware_queues=None), complete=False)
 
     def spans(self, shape: PipelineShape) -> SpansOfRank:
         """Return the simulated spans of any rank, by its number."""
@@ -207,26 +217,98 @@ class SimulatedSchedule:
         check_num_ops(shape)
         costs = self.costs(shape).in_order()
         if num_ops(shape) <= FEW_OPS:
-            orders = rank_orders(self._schedule, shape)
-            if self._complete:
+            orders = rank_orders(self.schedule, shape)
+            if self.complete:
                 # A forward without its backward would train on a part of the gradients, without an error.
                 check_complete(orders, shape)
             return simulate(orders, shape, costs).spans.__getitem__
         from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
-        compiled = CompiledOrders.of_schedule(self._schedule, shape)
-        if self._complete:
+        compiled = CompiledOrders.of_schedule(self.schedule, shape)
+        if self.complete:
             compiled.check_complete()
         return compiled.simulate(costs).spans
 
+    def forwards_come_first(self, shape: PipelineShape) -> bool:
+        """Whether all forwards of a training step precede its backwards on every stage.
 
-def lowering_costs(shape: PipelineShape) -> OpCosts:
-    """Costs of the timeline that programs are lowered from where no others are known: a backward takes two forwards."""
-    return OpCosts.uniform(shape, weight_gradient=1.0)
+        They do if they do on the last stage: its forwards follow, and its backwards precede, those ops elsewhere.
+        """
+        spans = self.spans(shape)(shape.rank_of(shape.last_stage))
+        kinds = [span.op.kind for span in spans if span.op.stage == shape.last_stage]
+        return all(kind is OpKind.FORWARD for kind in kinds[: kinds.count(OpKind.FORWARD)])
 
+    @property
+    def messages_under_ops(self) -> bool:
+        """Whether messages may travel under ops in steps of all shapes that were proven."""
+        return all(proof.under_ops for proof in self._proofs.values())
 
-_Step = tuple[InstructionKind, Op]
-"""An instruction before it has a buffer, and the op that it is or serves."""
+    def proof(self, shape: PipelineShape) -> Proof:
+        """Prove that the programs of a shape end.
+
+        Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the
+        schedule can be simulated: the rules of `postings` ensure the rest, where each stream has a hardware queue of
+        its own, and without drains on all ranks or messages under ops.
+
+        Raises:
+            ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
+        """
+        if shape not in self._proofs:
+            self._proofs[shape] = self._proof(shape)
+        return self._proofs[shape]
+
+    def _proof(self, shape: PipelineShape) -> Proof:
+        device, waits = self.device, self.device.exchange is ExpertExchange.ALLTOALL
+        if num_ops(shape) > FEW_OPS:
+            self.spans(shape)
+            if not device.has_queues_for(shape):
+                raise ScheduleDeadlock(
+                    f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where "
+                    f"{device.sharing(shape)}"
+                )
+            return Proof(device.hardware_queues is not None, under_ops=not waits)
+        programs = self.programs(shape)
+        assumes, under_ops = check_programs(programs, shape, device), True
+        if waits:
+            # `DeviceModel.host_waits` has the waits for the computing stream. New sizes of memory may drain the device.
+            try:
+                assumes |= check_programs(programs, shape, replace(device, drains=Drains.FORWARDS))
+            except ScheduleDeadlock:
+                under_ops = False
+        if device.hardware_queues is not None or not under_ops:
+            settled = self.programs(shape, under_ops=False)
+            assumes |= check_programs(settled, shape, replace(device, drains=Drains.ALL_RANKS))
+        return Proof(assumes, under_ops)
+
+    def programs(self, shape: PipelineShape, *, under_ops: bool = True) -> list[Program]:
+        """Lower all ranks, and check their host copies.
+
+        Args:
+            under_ops: whether messages may travel while ranks compute; False for steps in which all may drain.
+        """
+        spans, ranks = self.spans(shape), range(shape.num_ranks)
+        messages = {rank: RankMessages(rank, spans(rank), shape) for rank in ranks}
+        for rank in ranks:
+            self._programs[shape, under_ops, rank] = lower_rank(rank, messages, shape, under_ops, self.host_copies)
+        programs = [self._programs[shape, under_ops, rank] for rank in ranks]
+        if self.host_copies is not None:
+            check_host_copies(programs, shape, self.host_copies)
+        return programs
+
+    def program(self, rank: int, shape: PipelineShape, *, under_ops: bool = True) -> Program:
+        """Return the proven program of one rank; programs of other ranks are dropped.
+
+        Args:
+            under_ops: whether messages may travel under ops, where that is proven; False where ranks may load kernels.
+        """
+        under_ops &= self.proof(shape).under_ops
+        self._programs = {key: program for key, program in self._programs.items() if key[-1] == rank}
+        key = shape, under_ops, rank
+        if key not in self._programs:
+            spans = self.spans(shape)
+            messages = {each: RankMessages(each, spans(each), shape) for each in partners(rank, shape)}
+            self._programs[key] = lower_rank(rank, messages, shape, under_ops, self.host_copies)
+        return self._programs[key]
 
 
 def lower(
@@ -244,79 +326,20 @@ def lower(
         costs: of the ops, which determine the best places of messages; None for `lowering_costs`.
         under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
         device: on which they must end; None for the default of `DeviceModel`, with drains on one rank or on all.
-        host_copies: settings of copies to the host; None for no copies.
 
     Raises:
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
     """
-    costs = (costs or lowering_costs(shape)).in_order()
-    spans = simulate(rank_orders(schedule, shape), shape, costs).spans
     device = device or DeviceModel(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS)
-    device = replace(device, copies=host_copies is not None)
-    programs = _lower_all(spans.__getitem__, shape, host_copies, under_ops)
-    check_programs(programs, shape, device)
+    priced = lowering_costs if costs is None else lambda _: costs
+    proven = ProvenSchedule(schedule, device, host_copies, priced, complete=False)
+    programs = proven.programs(shape, under_ops=under_ops)
+    check_programs(programs, shape, proven.device)
     return programs
 
 
-def _lower_all(
-    spans: SpansOfRank, shape: PipelineShape, host_copies: HostCopySettings | None, under_ops: bool = True
-) -> list[Program]:
-    """Lower all ranks, and check their host copies. The first and the last stage read tokens and labels."""
-    loading = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
-    messages = {rank: RankMessages(rank, spans(rank), shape) for rank in range(shape.num_ranks)}
-    programs = [
-        lower_rank(rank, messages, shape, loads=rank in loading, under_ops=under_ops, host_copies=host_copies)
-        for rank in messages
-    ]
-    if host_copies is not None:
-        check_host_copies(programs, shape, host_copies)
-    return programs
-
-
-def check_lowering(
-    schedule: SimulatedSchedule,
-    shape: PipelineShape,
-    device: DeviceModel | None = None,
-    host_copies: HostCopySettings | None = None,
-) -> Proof:
-    """Check that the programs that ranks will lower by themselves end. Each proof is done once.
-
-    Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
-    can be simulated: the rules of `postings` ensure the rest, where each stream has a hardware queue of its own, and
-    without drains on all ranks or messages under ops.
-
-    Raises:
-        ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
-    """
-    device = replace(device or DeviceModel(), copies=host_copies is not None)
-    key = shape, device, host_copies
-    if key not in schedule.proven:
-        schedule.proven[key] = _proof(schedule.spans(shape), shape, device, host_copies)
-    return schedule.proven[key]
-
-
-def _proof(
-    spans: SpansOfRank, shape: PipelineShape, device: DeviceModel, host_copies: HostCopySettings | None
-) -> Proof:
-    waits = device.exchange is ExpertExchange.ALLTOALL
-    if num_ops(shape) > FEW_OPS:
-        if not device.has_queues_for(shape):
-            raise ScheduleDeadlock(
-                f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
-            )
-        return Proof(device.hardware_queues is not None, under_ops=not waits)
-    programs = _lower_all(spans, shape, host_copies)
-    assumes, under_ops = check_programs(programs, shape, device), True
-    if waits:
-        # `DeviceModel.host_waits` has the waits for the computing stream. Memory of a new size may drain the device.
-        try:
-            assumes |= check_programs(programs, shape, replace(device, drains=Drains.FORWARDS))
-        except ScheduleDeadlock:
-            under_ops = False
-    if device.hardware_queues is not None or not under_ops:
-        settled = _lower_all(spans, shape, host_copies, under_ops=False)
-        assumes |= check_programs(settled, shape, replace(device, drains=Drains.ALL_RANKS))
-    return Proof(assumes, under_ops)
+_Step = tuple[InstructionKind, Op]
+"""An instruction before it has a buffer, and the op that it is or serves."""
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:
@@ -328,16 +351,10 @@ def lower_rank(
     rank: int,
     messages: Mapping[int, RankMessages],
     shape: PipelineShape,
-    *,
-    loads: bool,
-    under_ops: bool = True,
-    host_copies: HostCopySettings | None = None,
+    under_ops: bool,
+    host_copies: HostCopySettings | None,
 ) -> Program:
-    """Lower the ops of one rank.
-
-    Args:
-        loads: whether the rank takes micro-batches from the data iterator.
-    """
+    """Lower the ops of one rank, given the messages of its `partners`."""
     sends, receives, completions = (defaultdict[int, list[Posting]](list) for _ in range(3))
     for channel in channels(shape):
         if rank not in channel[:2]:
@@ -373,7 +390,7 @@ def lower_rank(
         )
         steps += [*sending, *offloading]
         # Before the first receive, since the shape of a message may depend on the data.
-        for each in [*(reader for _, reader in receiving), op] if loads else []:
+        for each in (*(reader for _, reader in receiving), op):
             if each.micro_batch not in loaded:
                 loaded.add(each.micro_batch)
                 steps.append((InstructionKind.LOAD_MICRO_BATCH, each))

@@ -25,7 +25,8 @@ class InstructionKind(StrEnum):
     """Kinds of instructions of a rank."""
 
     LOAD_MICRO_BATCH = "load"
-    """Take a micro-batch from the data iterator and cut it. Roughly: `batches[m] = split(next(data))`."""
+    """Take a micro-batch from the data iterator and cut it, on ranks that read data. Roughly:
+    `batches[m] = split(next(data))`."""
     RECEIVE_ACTIVATION = "receive activation"
     """Post a receive from the rank of the stage before. Roughly: `inbox[i, m, t] = irecv(rank_of(i - 1))`."""
     FORWARD = "forward"

@@ -20,28 +20,9 @@ from deepspeed_ext.plan.programs.device import (
     num_streams,
 )
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import (
-    SimulatedSchedule,
-    _lower_all,
-    check_lowering,
-    lower,
-    lowering_costs,
-)
-from deepspeed_ext.plan.programs.program import (
-    COMPUTES,
-    RECEIVES,
-    SENDS,
-    Instruction,
-    Program,
-)
-from deepspeed_ext.plan.schedules import (
-    SCHEDULES,
-    fixed,
-    forward_order,
-    interleaved,
-    rank_orders,
-    schedule_named,
-)
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule, lower, lowering_costs
+from deepspeed_ext.plan.programs.program import COMPUTES, RECEIVES, SENDS, Instruction, Program
+from deepspeed_ext.plan.schedules import SCHEDULES, fixed, forward_order, interleaved, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from tests.strategies import WITH_MODEL_CHUNKS, random_orders
 
@@ -224,10 +205,10 @@ def test_lowered_programs_end_on_any_device_or_the_setting_that_helps_is_named()
 
 @pytest.mark.parametrize("placement", Placement)
 def test_evaluations_end_with_every_assignment_of_streams(placement):
-    evaluation = SimulatedSchedule(forward_order, complete=False)
+    evaluation = ProvenSchedule(forward_order, DeviceModel(hardware_queues=1), complete=False)
     for ranks, chunks in [(2, 1), (3, 2), (4, 3)]:
         shape = PipelineShape(ranks * chunks, 3, 4, chunks, placement)
-        assert not check_lowering(evaluation, shape, DeviceModel(hardware_queues=1)).assumes_queues
+        assert not evaluation.proof(shape).assumes_queues
 
 
 def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
@@ -254,20 +235,19 @@ def test_forwards_may_drain_on_all_ranks_for_the_sizes_of_exchanges():
         for placement in (Placement if chunks > 1 else [Placement.LOOPED])
         if ranks * micro_batches * token_slices * chunks <= 24
     ]
-    evaluation = SimulatedSchedule(forward_order, complete=False)
+    evaluation = ProvenSchedule(forward_order, WAITS, complete=False)
     tried, between_ops, early = Counter[str](), Counter[str](), 0
     for shape in shapes:
         chunked, v = shape.num_model_chunks > 1, shape.placement is Placement.V
         for name in ["evaluation", *(WITH_MODEL_CHUNKS if chunked else SCHEDULES)]:
             if name == "interleaved" and v:
                 continue
-            schedule = evaluation if name == "evaluation" else SimulatedSchedule(schedule_named(name))
-            proof = check_lowering(schedule, shape, WAITS)
+            schedule = evaluation if name == "evaluation" else ProvenSchedule(schedule_named(name), WAITS)
+            proof = schedule.proof(shape)
             assert proof.under_ops or (chunked and not v)
             tried[name] += chunked and not v
             between_ops[name] += not proof.under_ops
-            messages = schedule.spans(shape)
-            programs, settled = (_lower_all(messages, shape, None, under_ops=each) for each in (True, False))
+            programs, settled = (schedule.programs(shape, under_ops=each) for each in (True, False))
             for queues in (None, 1):
                 drains = replace(WAITS, drains=Drains.FORWARDS, hardware_queues=queues)
                 assert is_locked(programs, shape, drains) is not proof.under_ops
@@ -343,9 +323,9 @@ def test_the_first_step_is_proven_for_shared_queues_too():
     shape = PipelineShape(num_stages=4, num_micro_batches=1, num_token_slices=3, num_model_chunks=2)
     schedule = fixed(random_orders(shape, Random(27)))
     check_programs(lower(schedule, shape), shape, DeviceModel(hardware_queues=1))
-    assert check_lowering(SimulatedSchedule.of(schedule), shape, DeviceModel(hardware_queues=32)).assumes_queues
+    assert ProvenSchedule(schedule, DeviceModel(hardware_queues=32)).proof(shape).assumes_queues
     with pytest.raises(ScheduleDeadlock, match=r"set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
-        check_lowering(SimulatedSchedule.of(schedule), shape, DeviceModel(hardware_queues=1))
+        ProvenSchedule(schedule, DeviceModel(hardware_queues=1)).proof(shape)
 
 
 def test_the_model_and_the_simulator_have_one_makespan():

@@ -1,4 +1,4 @@
-"""Programs that are lowered, by hand; and reductions of gradients in them."""
+"""Programs that are lowered, by hand; each is made once, of whole steps; and reductions of gradients in them."""
 
 import json
 from dataclasses import replace
@@ -7,21 +7,22 @@ import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.draw import render_chrome_trace, render_svg
-from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
+from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.programs import lowering
 from deepspeed_ext.plan.programs.device import check_programs
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering, lower
-from deepspeed_ext.plan.programs.program import (
-    InstructionKind,
-    Program,
-    Reduction,
-)
+from deepspeed_ext.plan.programs.lowering import ProvenSchedule, lower
+from deepspeed_ext.plan.programs.program import InstructionKind, Program, Reduction
 from deepspeed_ext.plan.schedules import (
     SCHEDULES,
+    Schedule,
+    backward_order,
     fixed,
     forward_order,
+    gpipe,
     one_f_one_b,
     rank_orders,
+    zero_bubble,
 )
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Timeline
@@ -82,6 +83,7 @@ def test_results_for_the_same_rank_are_passed_on_and_weight_gradients_keep_the_b
     orders = [ops("0F0 3F0 3B0 0B0"), ops("1F0 2F0 2BI0 2BW0 1B0")]
     _, middle = lower(fixed(orders), THERE_AND_BACK)
     assert texts(middle) == [
+        "load 1F0.0",
         "receive activation 1F0.0 @0",
         "forward 1F0.0 @0",
         "pass activation 1F0.0 @0",
@@ -140,13 +142,32 @@ def test_completions_that_wait_for_each_other_are_found():
         check_programs([Program(0, tuple(first), 2), Program(1, tuple(last), 2)], shape)
 
 
-def test_a_proof_is_done_once(monkeypatch):
-    played = SimulatedSchedule(one_f_one_b)
-    check_lowering(played, SHAPE)
-    monkeypatch.setattr(
-        "deepspeed_ext.plan.programs.lowering.lower_rank", lambda *_, **__: pytest.fail("lowered again")
-    )
-    check_lowering(SimulatedSchedule.of(played), SHAPE)
+def one_weight_gradient_forgotten(shape: PipelineShape, rank: int):
+    return (op for op in zero_bubble(shape, rank) if op != Op(OpKind.WEIGHT_GRADIENT, 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "missing"),
+    [(forward_order, "0B0.0"), (backward_order, "0F0.0"), (one_weight_gradient_forgotten, "1BW0.0")],
+)
+def test_a_schedule_that_leaves_out_an_op_is_refused(schedule: Schedule, missing: str) -> None:
+    with pytest.raises(PlanError, match=rf"^op {missing} is missing in the order of rank \d: add it$"):
+        ProvenSchedule(schedule).program(0, SHAPE)
+
+
+def test_programs_are_proven_and_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = ProvenSchedule(gpipe)
+    assert schedule.proof(SHAPE).under_ops and schedule.messages_under_ops
+    lower_rank = lowering.lower_rank
+    monkeypatch.setattr(lowering, "check_programs", None)
+    monkeypatch.setattr(lowering, "lower_rank", None)
+    program = schedule.program(0, SHAPE)
+    monkeypatch.setattr(lowering, "lower_rank", lower_rank)
+    apart = schedule.program(0, SHAPE, under_ops=False)
+    monkeypatch.undo()
+    assert [program, apart] == [lower(gpipe, SHAPE, under_ops=each)[0] for each in (True, False)]
+    assert program != apart
+    assert {op.kind for op in schedule.evaluation.program(0, SHAPE).ops()} == {OpKind.FORWARD}
 
 
 TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=2)

@@ -64,7 +64,7 @@ def _train(
         "losses": losses,
         "weights": weights(engine),
         "loads": loads.under_receives,
-        "schedule": type(engine._schedule._training._schedule).__name__,
+        "schedule": type(engine._schedule.schedule).__name__,
     }
 
 
