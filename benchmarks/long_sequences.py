@@ -69,7 +69,7 @@ from deepspeed_ext.plan.solve.cuts import DocumentCuts
 from deepspeed_ext.runtime.attention.documents import Documents, document_attention
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import balanced_token_slices
-from megatron_terapipe.data.gpt_dataset import GPTDataset
+from megatron_terapipe.data.datasets import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, speed_of, strategy_text, time_text

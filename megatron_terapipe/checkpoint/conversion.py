@@ -20,8 +20,7 @@ from megatron_terapipe.checkpoint.directories import checkpoint_info, complete, 
 from megatron_terapipe.checkpoint.foreign import MEGATRON_RELEASE
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile
-from megatron_terapipe.checkpoint.megatron import MegatronWeights
-from megatron_terapipe.checkpoint.megatron_files import DistributedWriter
+from megatron_terapipe.checkpoint.megatron_files import DistributedWriter, MegatronWeights
 from megatron_terapipe.checkpoint.megatron_model import MEGATRON, megatron_info
 from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, Place, index_text
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights, weights_of
@@ -144,6 +143,15 @@ VERIFIED = 0.3
 """Share of the time after which a checkpoint has been verified, about."""
 
 
+def _verified_layers(
+    directory: Path, info: CheckpointInfo, model: ModelConfig, dtype: str | None, progress: Progress
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Verify the weights of a checkpoint, and return its layers as `_layers` does."""
+    verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
+    weights = weights_of(directory, info)
+    return _layers(model, weights, dtype, lambda share: progress(VERIFIED + (1 - VERIFIED) * share))
+
+
 def export_checkpoint(
     directory: Path,
     output: Path,
@@ -164,13 +172,8 @@ def export_checkpoint(
     info = checkpoint_info(directory)
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
-    verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
+    layers = _verified_layers(directory, info, model, dtype, progress)
     output.mkdir(parents=True, exist_ok=True)
-
-    def written(share: float) -> None:
-        progress(VERIFIED + (1 - VERIFIED) * share)
-
-    layers = _layers(model, weights_of(directory, info), dtype, written)
     tensors = (each for index, layer in layers for each in split_layer(rules_of(model, chosen, index), layer).items())
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors))
@@ -184,13 +187,12 @@ def export_checkpoint(
 
 def _chosen_family(model: ModelConfig, requested: str | None, origin: str | None) -> Family:
     """The family of the flag, or the one that the model was imported from, or the first that can express it."""
-    if requested is not None:
-        if requested not in FAMILIES:
-            raise ConfigError(f"--family {requested} is unknown: choose {one_of(list(FAMILIES))}")
-        family = FAMILIES[requested]
-        check_expressible(family, model)
-        return family
-    return family_of(model, origin)
+    if requested is None:
+        return family_of(model, origin)
+    if requested not in FAMILIES:
+        raise ConfigError(f"--family {requested} is unknown: choose {one_of(list(FAMILIES))}")
+    check_expressible(FAMILIES[requested], model)
+    return FAMILIES[requested]
 
 
 def _converted(name: str, weight: Tensor, dtype: str | None) -> Tensor:
@@ -218,14 +220,13 @@ def export_megatron(
             "it to-huggingface"
         )
     check_expressible(MEGATRON, model)
-    verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
+    layers = _verified_layers(directory, info, model, dtype, progress)
     iteration = output / (f"iter_{info.iteration:07d}" if info.iteration else MEGATRON_RELEASE)
     iteration.mkdir(parents=True)
     writer, rows = DistributedWriter(iteration, model.num_layers), model.padded_vocab_size()
     # The rows that pad the vocabulary belong to the tensors there.
     padded = replace(model, vocab_size=rows)
-    weights = weights_of(directory, info)
-    for index, layer in _layers(model, weights, dtype, lambda share: progress(VERIFIED + (1 - VERIFIED) * share)):
+    for index, layer in layers:
         writer.write(split_layer(rules_of(padded, MEGATRON, index), layer))
     sizes = {"padded_vocab_size": rows, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     samples = {"consumed_train_samples": info.consumed_samples, "iteration": info.iteration}

@@ -1,6 +1,5 @@
 """The places where DeepSpeed keeps weights and optimizer state, for each of its optimizers."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,18 +9,36 @@ from torch import Tensor, nn
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 
 
-class Destination(ABC):
-    """The place where an engine keeps weights and the state of its optimizer."""
+def is_partitioned(engine: TokenSlicePipelineEngine) -> bool:
+    """Whether DeepSpeed deals flat groups of parameters to the data-parallel ranks: under ZeRO 1, and in bf16."""
+    return not isinstance(engine.optimizer, torch.optim.Optimizer)
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+
+def own_elements(engine: TokenSlicePipelineEngine, parameter: nn.Parameter) -> range:
+    """Return the elements of a flattened parameter that this rank's optimizer works on: all, a fragment, or none."""
+    if not is_partitioned(engine):
+        return range(parameter.numel())
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return range(0)
+    address = mapping.lp_fragment_address
+    return range(address.start, address.start + address.numel)
+
+
+class Destination:
+    """The place where an engine keeps weights and the state of its optimizer.
+
+    An optimizer of torch works on the parameters themselves. In DeepSpeed's flat groups this rank has a fragment of
+    each parameter in fp32, or none.
+    """
+
+    def __init__(self, engine: TokenSlicePipelineEngine) -> None:
+        self._engine, self._partitioned = engine, is_partitioned(engine)
+        self._optimizer = engine.optimizer.optimizer if self._partitioned else engine.optimizer
+        self._tensors = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
+        self._numbers = {tensor: number for number, tensor in enumerate(self._tensors)}
         self._states: dict[int, dict[str, Any]] = {}
 
-    @abstractmethod
-    def elements(self, parameter: nn.Parameter) -> range:
-        """Elements of a flattened parameter that this rank's optimizer works on."""
-
-    @abstractmethod
     def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
         """Set a parameter, in the model's precision and in the optimizer's.
 
@@ -29,8 +46,14 @@ class Destination(ABC):
             weight: [...], in the shape of the parameter.
             own: [elements] that the optimizer works on, in higher precision; None if `weight` is exact.
         """
+        if not self._partitioned:
+            parameter.data.copy_(weight if own is None else own.view(weight.shape))
+            return
+        parameter.data.copy_(weight)
+        if elements := own_elements(self._engine, parameter):
+            exact = weight.reshape(-1)[elements.start : elements.stop] if own is None else own
+            parameter._hp_mapping.hp_fragment.data.copy_(exact)
 
-    @abstractmethod
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
         """Set the optimizer's state of the elements of a parameter that this rank's optimizer works on.
 
@@ -38,6 +61,19 @@ class Destination(ABC):
             moments: tensors by name, such as `exp_avg`: [elements].
             step: updates done; None where the rule does not count them.
         """
+        if not self._partitioned:
+            # Cloned, because the optimizer would update the pages of the file.
+            state = {key: moment.view(parameter.shape).clone() for key, moment in moments.items()}
+            self._states[self._numbers[parameter]] = state | self._counted(step)
+            return
+        mapping = parameter._hp_mapping
+        # A group has one flat tensor.
+        group, address = mapping.param_group_index, mapping.get_hp_fragment_address()
+        state = self._states.setdefault(group, self._counted(step))
+        for key, moment in moments.items():
+            if key not in state:
+                state[key] = torch.zeros_like(self._tensors[group], requires_grad=False)
+            state[key].narrow(0, address.start, address.numel).copy_(moment)
 
     def finish(self) -> None:
         """Hand the optimizer the states that were set. The settings of its groups are still the flags' ones."""
@@ -56,63 +92,3 @@ class Destination(ABC):
         rules = [rule for rule in type(self._optimizer).__mro__ if rule.__module__.startswith("torch.optim.")]
         # The last is torch's class of all optimizers.
         return {"step": torch.tensor(step) if len(rules) > 1 else int(step)}
-
-
-def destination_of(engine: TokenSlicePipelineEngine) -> Destination:
-    """Return the place where an engine keeps weights and the state of its optimizer."""
-    return _Partitions(engine.optimizer.optimizer) if is_partitioned(engine) else _Whole(engine.optimizer)
-
-
-def is_partitioned(engine: TokenSlicePipelineEngine) -> bool:
-    """Whether DeepSpeed deals flat groups of parameters to the data-parallel ranks: under ZeRO 1, and in bf16."""
-    return not isinstance(engine.optimizer, torch.optim.Optimizer)
-
-
-class _Whole(Destination):
-    """An optimizer of torch over the parameters themselves."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
-
-    def elements(self, parameter: nn.Parameter) -> range:
-        return range(parameter.numel())
-
-    def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
-        parameter.data.copy_(weight if own is None else own.view(weight.shape))
-
-    def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
-        # Cloned, because the optimizer would update the pages of the file.
-        state = {key: moment.view(parameter.shape).clone() for key, moment in moments.items()}
-        self._states[self._numbers[parameter]] = state | self._counted(step)
-
-
-class _Partitions(Destination):
-    """DeepSpeed's flat groups: of each parameter this rank has a fragment in fp32, or none."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self._flat = [group["params"][0] for group in optimizer.param_groups]
-
-    def elements(self, parameter: nn.Parameter) -> range:
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:
-            return range(0)
-        address = mapping.lp_fragment_address
-        return range(address.start, address.start + address.numel)
-
-    def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
-        parameter.data.copy_(weight)
-        if elements := self.elements(parameter):
-            exact = weight.reshape(-1)[elements.start : elements.stop] if own is None else own
-            parameter._hp_mapping.hp_fragment.data.copy_(exact)
-
-    def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
-        mapping = parameter._hp_mapping
-        flat, address = self._flat[mapping.param_group_index], mapping.get_hp_fragment_address()
-        state = self._states.setdefault(mapping.param_group_index, self._counted(step))
-        for key, moment in moments.items():
-            if key not in state:
-                state[key] = torch.zeros_like(flat, requires_grad=False)
-            state[key].narrow(0, address.start, address.numel).copy_(moment)

@@ -17,9 +17,9 @@ from torch import Tensor
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.checkpoint.agreement import from_first_rank
-from megatron_terapipe.checkpoint.engine_state import destination_of
+from megatron_terapipe.checkpoint.engine_state import Destination, own_elements
 from megatron_terapipe.checkpoint.info import EXPERTS, CheckpointInfo
-from megatron_terapipe.checkpoint.megatron import MegatronWeights
+from megatron_terapipe.checkpoint.megatron_files import MegatronWeights
 from megatron_terapipe.checkpoint.optimizer_state import (
     ParameterState,
     SavedOptimizer,
@@ -69,7 +69,7 @@ def load_checkpoint(
     optimizer: SavedOptimizer | MegatronWeights | None = None
     if not config.weights_only:
         optimizer = weights if isinstance(weights, MegatronWeights) else SavedOptimizer(directory, info, saved)
-    destination = destination_of(engine)
+    destination = Destination(engine)
     experts = module.topology().layout.expert_parallel_size
     parameters = dict(module.named_parameters())
     for name, value in module.state_dict().items():
@@ -94,7 +94,7 @@ def load_checkpoint(
         if optimizer is not None and parameter.requires_grad:
             saved_state = partial(_saved_state, optimizer, info, name, layer)
             state_of = partial(_state, saved_state, share, part)
-            if elements := destination.elements(parameter):
+            if elements := own_elements(engine, parameter):
                 state = state_of(elements)
                 destination.set_state(parameter, state.moments, state.step)
                 # The optimizer's own weight has digits that the model's lost.

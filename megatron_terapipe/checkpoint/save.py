@@ -25,7 +25,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.directories import complete, experts_file, experts_state_file, remove_older
-from megatron_terapipe.checkpoint.engine_state import destination_of, is_partitioned
+from megatron_terapipe.checkpoint.engine_state import is_partitioned, own_elements
 from megatron_terapipe.checkpoint.info import EXPERTS, RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
 from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, PARAMETER_NAMES, Fragment, Place, index_text
@@ -347,12 +347,12 @@ def _optimizer_state(engine: TokenSlicePipelineEngine, *, of_experts: bool) -> d
 def _places(engine: TokenSlicePipelineEngine) -> list[tuple[str, Place]]:
     """Places of the state of this rank's parameters, if no other rank has the same."""
     found: list[tuple[str, Place]] = []
-    destination, in_fragments = destination_of(engine), is_partitioned(engine)
+    in_fragments = is_partitioned(engine)
     for name, parameter in engine.module.named_parameters():
         copy, part = _copy_and_part(engine, name)
         # The parts of a copy have the same places, and without partitioning also the copies.
         if part == 0 and (in_fragments or copy == 0):
-            if parameter.requires_grad and (elements := destination.elements(parameter)):
+            if parameter.requires_grad and (elements := own_elements(engine, parameter)):
                 fragments = (Fragment(copy, len(elements)),) if in_fragments else ()
                 found.append((name, Place(engine.grid.get_stage_id(), fragments)))
     return found

@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import experts_file
 from megatron_terapipe.checkpoint.foreign import is_megatron
 from megatron_terapipe.checkpoint.info import EXPERTS, CheckpointInfo
-from megatron_terapipe.checkpoint.megatron import MegatronWeights
+from megatron_terapipe.checkpoint.megatron_files import MegatronWeights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError, first_line
 from megatron_terapipe.huggingface.families.registry import FAMILIES, is_model_folder, read_model

@@ -29,7 +29,7 @@ from megatron_terapipe.checkpoint.directories import (
 from megatron_terapipe.checkpoint.foreign import is_megatron, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
-from megatron_terapipe.checkpoint.megatron import MegatronWeights
+from megatron_terapipe.checkpoint.megatron_files import MegatronWeights
 from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS

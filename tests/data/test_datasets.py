@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import DataConfig
-from megatron_terapipe.data import gpt_dataset
+from megatron_terapipe.data import datasets as module
 from megatron_terapipe.data.datasets import (
     BlendedDataset,
     DatasetSplits,
+    GPTDataset,
     build_datasets,
     interleave,
     mock_datasets,
     split_ranges,
 )
 from megatron_terapipe.data.file_arrays import FileColumn, IndexCache
-from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.errors import DataError
 
@@ -198,7 +198,7 @@ def test_without_reads_only_the_numbers_of_samples_are_computed(
         train_data_exact_num_epochs=epochs,
     )
     read = build_datasets(data, seq_length=8, num_samples=(20, 5, 0), seed=1)
-    monkeypatch.setattr(gpt_dataset, "draw_order", lambda *_, **__: pytest.fail("drawn"))
+    monkeypatch.setattr(module, "draw_order", lambda *_, **__: pytest.fail("drawn"))
     unread = build_datasets(data, seq_length=8, num_samples=(20, 5, 0), seed=1, reads=False)
     assert (len(unread.train), len(unread.valid), unread.test) == (len(read.train), len(read.valid), read.test)
     with pytest.raises(AssertionError, match="reads no data"):

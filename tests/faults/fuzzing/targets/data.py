@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from megatron_terapipe.data.datasets import GPTDataset
 from megatron_terapipe.data.file_arrays import IndexCache
-from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
 from megatron_terapipe.data.preprocess import LineEncoder, preprocess
 from megatron_terapipe.data.tokenizer import ByteTokenizer, build_tokenizer
