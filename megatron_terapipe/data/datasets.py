@@ -1,7 +1,7 @@
 """The datasets of a run: samples for training, validation and test, out of the data that its flags name.
 
 Samples have equal length, out of documents of any length, in Megatron's construction: `draw_order` draws the order of
-documents and of samples, `GPTDataset` reads the samples in it, `BlendedDataset` those of several data files.
+documents and of samples, `GPTDataset` reads the samples in it, `BlendedDataset` mixes several datasets.
 """
 
 import hashlib
