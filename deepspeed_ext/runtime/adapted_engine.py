@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import RepeatingLoader
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.gradients.expert_weights import broadcast_weights, experts_apart
 from deepspeed_ext.runtime.gradients.gradient_norm import (
     clip_gradients,
     count_bad_copies,
@@ -38,6 +39,7 @@ from deepspeed_ext.runtime.gradients.reductions import (
 )
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
+from deepspeed_ext.runtime.topology import is_of_experts
 
 
 class AdaptedPipelineEngine(PipelineEngine):
@@ -134,17 +136,20 @@ class AdaptedPipelineEngine(PipelineEngine):
     # ------------------------------------------------------------------ the optimizer step
 
     def _broadcast_model(self) -> None:
-        if self.module.expert_ranks.size > 1:
-            broadcast_weights(self)
-        else:
+        if self.module.expert_ranks.size == 1:
             super()._broadcast_model()
+            return
+        for parameter in self.module.parameters():
+            group = self.module.expert_ranks.copies if is_of_experts(parameter) else self.seq_data_parallel_group
+            # As bytes, since not every backend has all types.
+            dist.broadcast(parameter.data.view(torch.uint8), group=group, group_src=0)
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        with experts_apart(self, optimizer):
+        with _experts_apart(self, optimizer):
             return super()._configure_bf16_optimizer(optimizer)
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        with experts_apart(self, optimizer):
+        with _experts_apart(self, optimizer):
             return super()._configure_zero_optimizer(optimizer)
 
     def complete_weights(self) -> None:
@@ -243,3 +248,37 @@ class AdaptedPipelineEngine(PipelineEngine):
             torch.save(whole, Path(save_dir) / save_filename)
         dist.barrier()
         return True
+
+
+@contextmanager
+def _experts_apart(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around the construction of DeepSpeed's optimizer: it partitions experts over the ranks with the same ones."""
+    copies = engine.module.expert_ranks.copies
+    if not any(map(is_of_experts, engine.module.parameters())):
+        yield
+        return
+    for group in list(optimizer.param_groups):
+        experts = [weight for weight in group["params"] if is_of_experts(weight)]
+        if 0 < len(experts) < len(group["params"]):
+            group["params"] = [weight for weight in group["params"] if not is_of_experts(weight)]
+            optimizer.param_groups.append({**group, "params": experts})
+
+    def configure(made: Any) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            if is_of_experts(group["params"][0]):
+                made.real_dp_process_group[number] = copies
+                if isinstance(made, DeepSpeedZeroOptimizer):
+                    made.partition_count[number] = dist.get_world_size(copies)
+        made.has_moe_layers = False  # For all that follows.
+
+    # Constructors with experts call it before they partition weights.
+    originals = {kind: kind._configure_moe_settings for kind in (BF16_Optimizer, DeepSpeedZeroOptimizer)}
+    engine.has_moe_layers = True
+    for kind in originals:
+        kind._configure_moe_settings = configure
+    try:
+        yield
+    finally:
+        engine.has_moe_layers = False
+        for kind, original in originals.items():
+            kind._configure_moe_settings = original

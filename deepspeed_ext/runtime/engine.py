@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
@@ -29,16 +28,15 @@ from deepspeed_ext.plan.programs.program import Program, completing_ops
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.adapted_engine import AdaptedPipelineEngine
-from deepspeed_ext.runtime.batch_loss import BatchLoss
 from deepspeed_ext.runtime.channels import MessageSpec, RankLinks
 from deepspeed_ext.runtime.clocks import REDUCTIONS, SUMS, UPDATE, BackwardTimer, Observer, Observers, OpClock
 from deepspeed_ext.runtime.executor import Executor
 from deepspeed_ext.runtime.first_batch_checks import check_same_data
+from deepspeed_ext.runtime.gradients.reductions import reduced_by_hooks
 from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
-from deepspeed_ext.runtime.live_batch import BatchPlan, LiveBatch
+from deepspeed_ext.runtime.live_batch import BatchLoss, BatchPlan, LiveBatch, RunLengths
 from deepspeed_ext.runtime.micro_batch import MicroBatchReader
-from deepspeed_ext.runtime.run_lengths import RunLengths
 from deepspeed_ext.runtime.state.counts import StepTally, Tallies
 
 __all__ = ["TokenSlicePipelineEngine"]
@@ -236,11 +234,7 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
     @property
     def can_replay(self) -> bool:
         """Whether backwards only compute gradients: not if hooks of DeepSpeed reduce them in the backward."""
-        optimizer = self.optimizer
-        if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-            return True
-        hooked = optimizer.contiguous_gradients or optimizer.overlap_comm
-        return not (hooked or optimizer.cpu_offload or optimizer.partition_gradients)
+        return not reduced_by_hooks(self.optimizer)
 
     def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
         """Compute the ops of the last batch again, given this rank's micro-batches of it. Every rank must call it.

@@ -9,7 +9,7 @@ forward without a graph, for its output and the keys and values of later token s
 its input.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +21,6 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, reader_of
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import COMPUTES, HOST_COPIES, Instruction, InstructionKind, Program
-from deepspeed_ext.runtime.batch_loss import BatchLoss
 from deepspeed_ext.runtime.channels import RankLinks
 from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.first_batch_checks import AGAIN_AFTER, check_layers
@@ -29,11 +28,10 @@ from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.gradients.reductions import Entering, GradientReductions
 from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients, WeightGradients, compute
 from deepspeed_ext.runtime.health.ledger import OpLedger
-from deepspeed_ext.runtime.live_batch import Buffer, LiveBatch
+from deepspeed_ext.runtime.live_batch import BatchLoss, Buffer, LiveBatch, RandomState
 from deepspeed_ext.runtime.micro_batch import MicroBatchReader, detached, parts_on_device, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import HostCopies
-from deepspeed_ext.runtime.recomputation import RandomState, bearing_gradients
 from deepspeed_ext.runtime.state.counts import Tallies
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 
@@ -338,7 +336,7 @@ class Executor:
         state.forget_shared(op.token_slice)
         if not is_last:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            bear = bearing_gradients(outputs, held.inputs, self._module.parameters_of(op.stage))
+            bear = _bearing_gradients(outputs, held.inputs, self._module.parameters_of(op.stage))
             held.outputs = tuple(
                 output.detach().requires_grad_(bears) for output, bears in zip(outputs, bear, strict=True)
             )
@@ -432,6 +430,16 @@ class Executor:
                 "gradients back through it: if no token counts, return outputs.sum() * 0"
             )
         return (loss,)
+
+
+def _bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
+    """Whether a stage that is computed again needs the gradient of each of its outputs [...].
+
+    Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if any tensor of
+    the stage needs gradients, and the backward leaves out the other outputs.
+    """
+    needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
+    return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]
 
 
 METHODS: dict[InstructionKind, Callable[..., None]] = {

@@ -1,13 +1,16 @@
-"""A batch on one rank: its plan, which is known before it runs, and its state between forwards and backwards."""
+"""A batch on one rank: its plan, its state between forwards and backwards, its loss; whether it may load kernels."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -16,8 +19,7 @@ from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.gradients.weight_gradients import Product
-from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, join_micro_batches, join_token_slices
-from deepspeed_ext.runtime.recomputation import RandomState
+from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, join_micro_batches, join_token_slices, to_device
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
@@ -64,6 +66,32 @@ class BatchPlan:
     def extent(self) -> tuple[bool | int | PipelineShape, ...]:
         """All that determines the kernels of the batch, but for the lengths of its token slices."""
         return self.shape, self.rows, self.training, self.computes_loss, self.keeps_outputs
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of torch's generators of random numbers, on the host and on the device of the layers."""
+
+    device: torch.device
+    of_host: Tensor
+    of_device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """The state before the layers of a device draw."""
+        of_device = None if device.type == "cpu" else get_accelerator().get_rng_state(device.index)
+        return cls(device, torch.get_rng_state(), of_device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Draw the same numbers again inside; afterwards the generators continue from their earlier states."""
+        on_host = self.of_device is None
+        forked = {"devices": []} if on_host else {"devices": [self.device], "device_type": self.device.type}
+        with torch.random.fork_rng(**forked):
+            torch.set_rng_state(self.of_host)
+            if self.of_device is not None:
+                get_accelerator().set_rng_state(self.of_device, self.device.index)
+            yield
 
 
 @dataclass(slots=True)
@@ -191,3 +219,133 @@ class LiveBatch:
             held.clear()
         self.outputs.clear()
         self.labels.clear()
+
+
+LENGTHS_OF_A_RANGE = 8
+"""Lengths of a range after which its others count as run: compilers generalise after two."""
+
+
+class RunLengths:
+    """The lengths for which an accelerator has run all ops of a batch, so that it has loaded their kernels (ADR 22).
+
+    Which lengths load one depends on compilers and libraries, so each new length counts, the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.settles = not get_accelerator().is_synchronized_device()
+        """Whether no message travels under the ops of a batch with new lengths."""
+        self._run: defaultdict[Hashable, set[int]] = defaultdict(set)
+
+    def are_new(self, batch: LiveBatch) -> bool:
+        """Whether a batch may load kernels."""
+        found = ((tokens, self._run[key]) for key, tokens in self._lengths(batch))
+        return any(tokens not in run and len(run) < LENGTHS_OF_A_RANGE for tokens, run in found)
+
+    def add(self, batch: LiveBatch) -> None:
+        """Add the lengths of a batch that has run."""
+        for key, tokens in self._lengths(batch):
+            if len(self._run[key]) < LENGTHS_OF_A_RANGE:
+                self._run[key].add(tokens)
+
+    def _lengths(self, batch: LiveBatch) -> Iterator[tuple[Hashable, int]]:
+        """Lengths of token slices and of their keys, each with its range: up to a power of 2, whole tiles or not."""
+        for content, tokens in batch.lengths() if self.settles else ():
+            yield (batch.plan.extent, content, tokens.bit_length(), tokens % 128 == 0), tokens
+
+
+CountLossTokens = Callable[[Any], float]
+"""Number of tokens with loss in a micro-batch of the data iterator."""
+
+
+class BatchLoss:
+    """The loss of an engine's batches, on one rank: summed over token slices, micro-batches and ranks.
+
+    It is the mean over micro-batches and replicas. Where the module counts tokens (`loss_tokens`), it is the mean over
+    all tokens of the batch with loss, on all replicas: micro-batch m with n_m of the N tokens has the weight n_m / N,
+    where the plain mean has 1 / (micro-batches x replicas) for each. N is needed before the first loss, because a
+    backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead. To divide the
+    gradients by N after the last op, as Megatron-LM does, is too late for reductions that already run.
+
+    Losses and gradients are averaged over all ranks with the same weights, including the R sequence-parallel ranks of
+    each replica. These compute parts of one loss, so each part counts R times.
+
+    Args:
+        like: a tensor of the type and device of the loss.
+        copies: ranks with the same weights: the sequence-parallel ranks of all replicas.
+        pipeline: ranks of the pipeline; None with one stage.
+        source: global rank of this pipeline's last stage.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        *,
+        copies: dist.ProcessGroup,
+        sequence_ranks: SequenceParallelRanks,
+        pipeline: dist.ProcessGroup | None,
+        source: int,
+    ) -> None:
+        self._like, self._copies, self._sequence_ranks = like, copies, sequence_ranks
+        self._pipeline, self._source = pipeline, source
+        self._computes = source == dist.get_rank()
+        """Whether this rank has the last stage."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a batch, in which all micro-batches weigh the same."""
+        self._weights: Tensor | None = None
+        self._num_tokens: Tensor | None = None
+
+    def weigh_by_tokens(self, counts: Sequence[float]) -> None:
+        """Weigh this rank's micro-batches by their tokens with loss; called on all ranks with the last stage."""
+        numbers = to_device(torch.tensor([sum(counts), *counts], dtype=torch.float64), self._like.device)
+        num_tokens = numbers[0]
+        dist.all_reduce(num_tokens, group=self._copies)
+        num_tokens /= self._sequence_ranks.size  # each of them counts whole micro-batches
+        # Before the mean over micro-batches and ranks.
+        shares = numbers[1:] / num_tokens.clamp(min=1)
+        self._weights = shares * (len(counts) * dist.get_world_size(self._copies))
+        self._num_tokens = num_tokens
+
+    def weigh(self, loss: Tensor, micro_batch: int) -> Tensor:
+        """A token slice's share [] of its micro-batch's loss, times the weight of the micro-batch."""
+        if self._weights is not None:
+            return loss * self._weights[micro_batch].to(loss.dtype)
+        return loss if self._sequence_ranks.size == 1 else loss * self._sequence_ranks.size
+
+    def of_micro_batch(self, loss: Tensor) -> Tensor:
+        """The loss [] of a whole micro-batch on this replica, given this rank's weighed share [].
+
+        All ranks that share the sequences must call it.
+        """
+        if self._sequence_ranks.size > 1:
+            loss = loss / self._sequence_ranks.size
+            dist.all_reduce(loss, group=self._sequence_ranks.group)
+        return loss
+
+    def num_tokens(self) -> float:
+        """Number of tokens with loss in the last batch, on every rank; every rank must call this."""
+        counted = torch.zeros((), dtype=torch.float64, device=self._like.device)
+        return self._broadcast(counted if self._num_tokens is None else self._num_tokens).item()
+
+    def mean(self, loss: Tensor | None, *, broadcast: bool = True) -> Tensor | None:
+        """The mean [] over replicas of the mean over micro-batches; without `broadcast`, on the last stage only.
+
+        Args:
+            loss: mean over the micro-batches of this rank: []; None without the last stage.
+        """
+        if loss is None:
+            loss = torch.zeros((), dtype=self._like.dtype, device=self._like.device)
+        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        if self._computes:
+            dist.all_reduce(loss, group=self._copies)
+            loss /= dist.get_world_size(self._copies)
+        if not broadcast:
+            return loss if self._computes else None
+        return self._broadcast(loss)
+
+    def _broadcast(self, value: Tensor) -> Tensor:
+        """Send a scalar of the last stage to every rank."""
+        if self._pipeline is not None:
+            dist.broadcast(value, src=self._source, group=self._pipeline)
+        return value

@@ -1,12 +1,15 @@
 """A model as a sequence of layers in stages, computed one token slice at a time.
 
-First the partition of the layers into stages, then `TokenSlicePipelineModule`, which builds and runs a rank's stages.
+First the partition of the layers into stages, and the parts that are computed again; then `TokenSlicePipelineModule`,
+which builds and runs a rank's stages.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -21,13 +24,11 @@ from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.slicing import TokenSlices, parts_of_rank
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.batch_loss import CountLossTokens
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.data_entries import DataEntries, ForwardArguments
 from deepspeed_ext.runtime.first_batch_checks import StageLayer
-from deepspeed_ext.runtime.live_batch import CutByDocuments
+from deepspeed_ext.runtime.live_batch import CountLossTokens, CutByDocuments
 from deepspeed_ext.runtime.micro_batch import SplitBatch, split_along_sequence
-from deepspeed_ext.runtime.recomputation import Recomputation
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import (
@@ -96,6 +97,30 @@ def takes_past(function: Callable[..., Any]) -> bool:
     """Whether a layer reads earlier token slices, by an argument named `past`."""
     forward = function.forward if isinstance(function, nn.Module) else function
     return ForwardArguments.of("a layer", forward).takes_past
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Parts of a stage that are computed again in the backward."""
+
+    stages: bool = False
+    """Whole stages. A stage then keeps the input of a token slice, and keys and values for later ones."""
+    interval: int = 0
+    """Layers, this many at a time; 0 for none."""
+    choose: Callable[[range], Collection[int]] | None = None
+    """Chooses, of the numbers of a stage's layers, the layers that are computed again instead, one by one."""
+    keeps_random_state: bool = True
+    """Whether the second computation draws the same random numbers, from the generators of torch."""
+
+    def runs_of_layers(self, layers: range) -> Iterator[tuple[slice, bool]]:
+        """Runs of a stage's layers, counted from its first, and whether each is computed again by itself."""
+        if self.choose is None:
+            step = self.interval or len(layers) or 1
+            yield from ((slice(start, start + step), bool(self.interval)) for start in range(0, len(layers), step))
+            return
+        chosen = {number - layers.start for number in self.choose(layers)}
+        ends = sorted({0, len(layers), *chosen, *(number + 1 for number in chosen)})
+        yield from ((slice(start, end), start in chosen) for start, end in pairwise(ends))
 
 
 ActivationSpec = Callable[[int, int, torch.dtype], MessageSpec]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as deepspeed_module
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices, parts_of_rank
@@ -223,7 +223,17 @@ class SequenceParallelRanks(Ranks):
 class ExpertParallelRanks(Ranks):
     """Ranks that share the experts of each layer: rank r of EP has experts r E / EP to (r + 1) E / EP (exclusive).
 
-    Their parameters have an attribute `expert_parallel`.
+    They are ranks of one stage, which for DeepSpeed are data- or tensor-parallel:
+
+        rank of the stage      0   1   2   3   4   5   6   7      two expert-parallel ranks: rank 0 has experts 0 and 1
+        experts               01  23  01  23  01  23  01  23      copies of them: ranks 0, 2, 4 and 6
+
+    A rank computes its experts for the tokens of all ranks of its block, so the gradient of a replica-averaged loss is
+    the sum over the copies, divided by the number of copies of the other weights: data x sequence. Such weights have an
+    attribute `expert_parallel`.
+
+    DeepSpeed's own groups of experts are not used: its norm under ZeRO is a mean over the ranks with the same experts,
+    each with another partition; in bf16 a stage without experts leaves the others waiting for its part of the norm.
     """
 
     copies: dist.ProcessGroup | None = None
@@ -237,3 +247,8 @@ class ExpertParallelRanks(Ranks):
             return cls()
         made = [own_group(layout.groups(axis), timeout) for axis in ("expert", "expert_copies")]
         return cls(dist.get_rank() % size, size, *made)
+
+
+def is_of_experts(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has experts of which other expert-parallel ranks have others."""
+    return getattr(parameter, "expert_parallel", False)

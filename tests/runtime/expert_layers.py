@@ -13,10 +13,9 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepspeed_ext.runtime.gradients.expert_weights import is_of_experts
 from deepspeed_ext.runtime.gradients.gradient_norm import ZeroGradients
 from deepspeed_ext.runtime.health.states import differences
-from deepspeed_ext.runtime.topology import ExpertParallelRanks, own_group
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, is_of_experts, own_group
 from tests.distributed import one_by_one
 from tests.runtime.models import HIDDEN, VOCAB, batches, loss_fn
 from tests.runtime.reference import BASE_SEED

@@ -7,8 +7,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.program import InstructionKind
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.executor import METHODS
-from deepspeed_ext.runtime.live_batch import BatchPlan, LiveBatch
-from deepspeed_ext.runtime.run_lengths import RunLengths
+from deepspeed_ext.runtime.live_batch import BatchPlan, LiveBatch, RunLengths
 
 
 def batch_of(

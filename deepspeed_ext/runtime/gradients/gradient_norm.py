@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from deepspeed_ext.runtime.clocks import UPDATE, Observer
-from deepspeed_ext.runtime.gradients.expert_weights import is_of_experts
+from deepspeed_ext.runtime.topology import is_of_experts
 
 
 def stepped_gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:

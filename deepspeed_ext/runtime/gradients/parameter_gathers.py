@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.gradients.expert_weights import has_copies
+from deepspeed_ext.runtime.gradients.reductions import has_copies
 
 PIECE_ELEMENTS = 1 << 25
 """Elements of all partitions that are gathered at a time, unless ZeRO's bucket for gathers has fewer."""

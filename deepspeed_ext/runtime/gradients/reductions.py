@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op
-from deepspeed_ext.runtime.gradients.expert_weights import has_copies, is_of_experts
+from deepspeed_ext.runtime.topology import is_of_experts
 
 SUM_BUCKET_BYTES = 1 << 26
 """A message of 64 MiB keeps any network busy, and its copy is small compared with the gradients."""
@@ -246,6 +246,12 @@ class _Partitioned(ReplicaGradients):
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
+def has_copies(engine: Any) -> bool:
+    """Whether other ranks have the same weights, or the same experts."""
+    copies = engine.module.expert_ranks.copies
+    return engine.dp_world_size > 1 or (copies is not None and dist.get_world_size(copies) > 1)
+
+
 def replica_gradients(engine: Any) -> ReplicaGradients | None:
     """The gradients of an engine; None with one replica, or if DeepSpeed must reduce them.
 
@@ -258,9 +264,17 @@ def replica_gradients(engine: Any) -> ReplicaGradients | None:
     if isinstance(optimizer, BF16_Optimizer):
         return _Bf16(engine)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        hooked = optimizer.contiguous_gradients or optimizer.overlap_comm or optimizer.use_grad_accum_attribute
-        return None if hooked or optimizer.cpu_offload or optimizer.partition_gradients else _Partitioned(engine)
+        by_deepspeed = optimizer.use_grad_accum_attribute or reduced_by_hooks(optimizer)
+        return None if by_deepspeed else _Partitioned(engine)
     return ReplicaGradients(engine) if isinstance(optimizer, torch.optim.Optimizer) else None
+
+
+def reduced_by_hooks(optimizer: Any) -> bool:
+    """Whether hooks of DeepSpeed reduce the gradients of an optimizer in each backward."""
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return False
+    hooked = optimizer.contiguous_gradients or optimizer.overlap_comm
+    return hooked or optimizer.cpu_offload or optimizer.partition_gradients
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:

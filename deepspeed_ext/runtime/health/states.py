@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.gradients.expert_weights import is_of_experts
+from deepspeed_ext.runtime.topology import is_of_experts
 
 WEIGHT, MASTER = "weight", "fp32 weight"
 """Kinds of a state: the weight that layers use, and the one that DeepSpeed's optimizers step. Others are moments, such
