@@ -37,7 +37,7 @@ def strategy_line(start: RunStart | None) -> str:
     if start is None or start.strategy is None:
         return ""
     try:
-        return strategy_text(Strategy.from_json(start.strategy))
+        return strategy_text(start.strategy)
     except UserError:  # of a later version
         return ""
 

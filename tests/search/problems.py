@@ -1,13 +1,16 @@
 """Small models and clusters, and strategies drawn from a space, for tests of the search."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.devices import Device
+from megatron_terapipe.search.answer.what_if import Question
+from megatron_terapipe.search.learn.calibration import no_calibration
+from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.rank.rules import SearchCounts, legal_grids
@@ -53,6 +56,19 @@ def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **
         cluster=cluster or small_cluster(),
         global_batch_size=global_batch_size,
     )
+
+
+def question(problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]] | None = None) -> Question:
+    """The question that a search is asked, with prices of data sheets."""
+    costs = Costs(
+        workload=problem.workload,
+        precision=problem.precision,
+        software=problem.software,
+        calibration=no_calibration(),
+        profile=None,
+        notes=(),
+    )
+    return Question(problem=problem, constraints=constraints or {}, costs=costs)
 
 
 def legal_strategies(problem: SearchProblem, choices: Choices) -> Iterator[Strategy]:

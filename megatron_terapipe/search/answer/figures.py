@@ -1,7 +1,8 @@
 """Figures that follow from a prediction, and the texts of times, sizes and speeds."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
 from megatron_terapipe.dimensions import ordered_for
@@ -127,8 +128,10 @@ def numbers_text(numbers: Sequence[int]) -> str:
     return ", ".join(texts)
 
 
-def strategy_text(strategy: Strategy) -> str:
-    """Return a strategy in one line, as `dp 4 · tp 8 · pp 2 · micro-batch 1 · 1f1b`, without usual values."""
+def strategy_text(strategy: Strategy | Mapping[str, Any]) -> str:
+    """Return a strategy, or its JSON, in one line without usual values: `dp 4 · tp 8 · pp 2 · micro-batch 1 · 1f1b`."""
+    if not isinstance(strategy, Strategy):
+        strategy = Strategy.from_json(strategy)
     parts = [
         template.format(getattr(strategy, each.name))
         for each, template in ordered_for(DIMENSIONS, "phrase")

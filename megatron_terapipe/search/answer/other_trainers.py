@@ -1,44 +1,41 @@
 """Other trainers for the same question: the best strategy of each, found by the same search."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import gcd
 
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.json_documents import TrainerPart
-from megatron_terapipe.search.learn.costs import Costs
+from megatron_terapipe.search.answer.what_if import Question
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import ALST, FSDP, MEGATRON_CORE
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.rivals import best_rival, has_rival
-from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 FASTER = 0.98  # seconds of another trainer, relative to the winner, up to which a note advises it
 
 
-def other_trainers(problem: SearchProblem, costs: Costs) -> Iterator[TrainerPart]:
+def other_trainers(asked: Question) -> Iterator[TrainerPart]:
     """Yield the best of each other trainer on all devices; of ZeRO 3 with Ulysses only for long sequences on GPUs."""
-    cluster = problem.cluster
+    problem, cluster = asked.problem, asked.problem.cluster
     if not all(node.device.is_gpu for node in cluster.nodes):
         return
     for software in (MEGATRON_CORE, FSDP):
-        if software.name == problem.software.name or problem.precision not in {
-            each.precision for each in software.states
-        }:
+        precisions = {each.precision for each in software.states}
+        if software.name == problem.software.name or problem.precision not in precisions:
             continue
-        prices = replace(costs, software=software, profile=None)
-        theirs = replace(problem, software=software)
+        theirs = asked.changed({}, software=software)
         if not software.can_run("pipeline_parallel_size", 2):
             # Each rank needs a sequence of its own.
-            theirs = replace(theirs, cluster=cluster.at_most(gcd(cluster.num_devices, problem.global_batch_size)))
-        result = search(theirs, all_choices(theirs), prices.pricing_on, top=1, refine=False)
+            theirs = theirs.changed(cluster=cluster.at_most(gcd(cluster.num_devices, problem.global_batch_size)))
+        result = theirs.search(effort=1.0)
         if result.entries:
             entry = result.entries[0]
-            pricing = prices.pricing_on(theirs.cluster)
-            yield _part(problem, software, entry.strategy, prices.with_interval(entry.strategy, entry.price, pricing))
+            price = theirs.costs.with_interval(entry.strategy, entry.price, theirs.pricing)
+            yield _part(problem, software, entry.strategy, price)
         else:
             broken = [name for name, number in result.counts.rejected.items() if number][-1:]
             rule = f"the last of its strategies break the rule '{''.join(broken)}'"
@@ -46,11 +43,10 @@ def other_trainers(problem: SearchProblem, costs: Costs) -> Iterator[TrainerPart
                 rule = "no strategy of it fits the memory"
             yield _part(problem, software, why_not=rule)
     if has_rival(problem):
-        prices = replace(costs, software=ALST, profile=None)
-        pricing = prices.pricing_on(cluster)
-        rival = best_rival(pricing, problem.global_batch_size, headroom=problem.memory_headroom)
+        theirs = asked.changed({}, software=ALST)
+        rival = best_rival(theirs.pricing, problem.global_batch_size, headroom=problem.memory_headroom)
         if rival is not None:
-            price = prices.with_interval(rival.strategy, rival.prediction, pricing)
+            price = theirs.costs.with_interval(rival.strategy, rival.prediction, theirs.pricing)
             lacking = [f"{bytes_text(needed)} of a {at}, of {bytes_text(limit)}" for at, needed, limit in rival.lacking]
             why_not = f"it needs {' and '.join(lacking)}" if lacking else None
             yield _part(problem, ALST, rival.strategy, price, on_host=rival.on_host, why_not=why_not)

@@ -18,11 +18,11 @@ from deepspeed_ext.plan.text_files import permit_to_run, write_text
 from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.advice import FOUND_ORDER
 from megatron_terapipe.search.answer.answer import document_text, runners_up
 from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.json_documents import Document, LaunchPart, RankDocument
 from megatron_terapipe.search.answer.page import render_page
+from megatron_terapipe.search.answer.what_if import FOUND_ORDER
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
 from megatron_terapipe.search.machine.hostfile import hostfile_text
 from megatron_terapipe.search.machine.launcher import SHELL_CHECK, check_remote_words

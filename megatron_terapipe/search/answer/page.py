@@ -138,7 +138,7 @@ def _times(entries: list[RankedEntry]) -> str:
         prediction = entry.price
         parts = {TIME_NAMES[name]: seconds for name, seconds in prediction.breakdown.items()}
         figure = f"{time_text(prediction.iteration_time_s)} {interval_text(prediction)}"
-        bars.append(Bar(f"{entry.rank}: {strategy_text(Strategy.from_json(entry.strategy))}", parts, figure))
+        bars.append(Bar(f"{entry.rank}: {strategy_text(entry.strategy)}", parts, figure))
     return chart(bars, palette, lambda s, bar: f"{time_text(s)} ({s / sum(bar.parts.values()):.1%})")
 
 

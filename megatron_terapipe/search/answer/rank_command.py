@@ -7,15 +7,13 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.advice import advice_notes, advise, distance_text, remedies_text
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
@@ -35,19 +33,16 @@ from megatron_terapipe.search.answer.flags import (
 )
 from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.answer.other_trainers import other_trainers, trainer_notes
-from megatron_terapipe.search.answer.output_files import (
-    script_command,
-    write_document,
-    write_files,
-)
+from megatron_terapipe.search.answer.output_files import script_command, write_document, write_files
 from megatron_terapipe.search.answer.table import print_table
+from megatron_terapipe.search.answer.what_if import Question, advice_notes, advise, distance_text, remedies_text
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
-from megatron_terapipe.search.learn.costs import Costs, costs_of
+from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import predict_one, with_batch
 from megatron_terapipe.search.rank.rules import DUPLICATES, UNPROVEN, USES_DEVICES
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, search
-from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices, check_runnable
+from megatron_terapipe.search.rank.space import SearchProblem, check_runnable
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 HELP = "Find the best strategies of a model on a cluster: search them, price them on their schedules, and rank them."
@@ -139,14 +134,14 @@ def run(options: argparse.Namespace) -> int:
     training = training_of(options, problem.cluster)
     constraints = constraints_of(options)
     check_runnable(constraints, problem.software)
-    choices = all_choices(problem).constrained(constraints)
     costs = costs_of(options, problem)
-    problem = costs.problem_with(problem, constraints)
-    asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
+    question = Question(problem=costs.problem_with(problem, constraints), constraints=constraints, costs=costs)
+    problem = question.problem
+    explained = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
     with progress_bar(options.progress) as progress:
         result = search(
             problem,
-            choices,
+            question.choices,
             costs.pricing_on,
             top=max(options.top, LEAST_TOP),
             effort=options.effort,
@@ -154,16 +149,16 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
         )
         result = replace(result, entries=result.entries[: options.top])
-        advice = advise(result, problem, constraints, costs, progress, training=training)
+        advice = advise(question, result, progress, training)
         proposed = []
         if result.entries and options.propose_trials is not None:
-            proposed.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
+            proposed.append(write_proposals(options.propose_trials, question, progress))
     # Placements of strategies are in terms of the cluster in the order of its hostfile.
-    pricing = costs.pricing_on(problem.cluster)
+    pricing = question.pricing
     entries = [
         replace(entry, prediction=costs.with_interval(entry.strategy, entry.price, pricing)) for entry in result.entries
     ]
-    trainers = list(other_trainers(problem, costs)) if options.rivals else []
+    trainers = list(other_trainers(question)) if options.rivals else []
     winner_s = entries[0].iteration_time_s if entries else None
     all_notes = (
         *(*trainer_notes(trainers, problem, winner_s), *advice_notes(advice, problem), *notes, *costs.notes),
@@ -189,8 +184,8 @@ def run(options: argparse.Namespace) -> int:
     document = write_files(document, problem, op_costs, directory=options.output, html=options.html)
     show_answer(options, document)
     lines = [] if options.explain is None else explain_space(result)
-    if asked is not None:
-        lines += explain_strategy(asked, problem, result, costs, choices=choices, constraints=constraints)
+    if explained is not None:
+        lines += explain_strategy(explained, question, result)
     # JSON on the terminal is the only text there.
     out = sys.stderr if options.json == STANDARD_OUTPUT else sys.stdout
     print("\n".join(lines), file=out, end="\n" if lines else "")
@@ -268,25 +263,17 @@ def explain_space(result: SearchResult) -> list[str]:
     return lines + [f"  {strategy_text(entry.strategy)}: {entry.reason}" for entry in result.refused[:3]]
 
 
-def explain_strategy(
-    strategy: Strategy,
-    problem: SearchProblem,
-    result: SearchResult,
-    costs: Costs,
-    *,
-    choices: Choices,
-    constraints: Mapping[str, tuple[Any, ...]],
-) -> list[str]:
+def explain_strategy(strategy: Strategy, asked: Question, result: SearchResult) -> list[str]:
     """Return why a strategy did not win, in lines."""
+    problem, pricing = asked.problem, asked.pricing
     strategy = with_batch(strategy, problem.global_batch_size)
-    pricing = costs.pricing_on(problem.cluster)
     entry = predict_one(strategy, problem, pricing)
     title = f"why not {strategy_text(strategy)}?"
     if not entry.feasible or entry.prediction is None:
         return [title, f"  It cannot run: {entry.reason}."]
     peak = bytes_text(entry.prediction.peak_memory_bytes)
     lines = [title, f"  It takes {time_text(entry.iteration_time_s)} and {peak} on the fullest rank."]
-    left_out = [*_other_question(strategy, problem, result), *_not_searched(strategy, choices, constraints)]
+    left_out = [*_other_question(strategy, problem, result), *_not_searched(strategy, asked)]
     if too_full := pricing.why_it_does_not_fit(strategy, entry.prediction.memory, problem.memory_headroom):
         left_out.append(f"It leaves too little memory free ({too_full}).")
     lines += [f"  {reason}" for reason in left_out]
@@ -324,10 +311,11 @@ def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchRe
         yield "ZeRO 0 adds bf16 gradients up in bf16, with few digits: set --zero-stage 0 to search it."
 
 
-def _not_searched(strategy: Strategy, choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+def _not_searched(strategy: Strategy, asked: Question) -> Iterator[str]:
     """Yield the values of a strategy that flags or the search leave out."""
+    constraints = asked.constraints
     for each in DIMENSIONS:
-        value, values = getattr(strategy, each.name), choices.values.get(each.name)
+        value, values = getattr(strategy, each.name), asked.choices.values.get(each.name)
         if each.name == "token_slices":
             # One flag gives one list; without it lengths are solved for.
             values = None if values is None else (values,)
@@ -342,14 +330,12 @@ def _not_searched(strategy: Strategy, choices: Choices, constraints: Mapping[str
             yield f"The search tries {each.name} {value_text(value)} only with a flag: {each.flag}."
 
 
-def write_proposals(
-    path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback
-) -> str:
+def write_proposals(path: str, asked: Question, progress: ProgressCallback) -> str:
     """Choose trials, and write them a line each, as `trial --strategies` reads them; return a note for the answer."""
-    found = search(problem, choices, costs.pricing_on, top=CANDIDATES, all_variants=True, progress=progress)
+    costs = asked.costs
+    found = search(asked.problem, asked.choices, costs.pricing_on, top=CANDIDATES, all_variants=True, progress=progress)
     candidates = [entry.strategy for entry in found.entries]
-    model = costs.pricing_on(problem.cluster).cost_model
-    chosen = propose_strategies(model, candidates, costs.calibration, NUM_TRIALS)
+    chosen = propose_strategies(asked.pricing.cost_model, candidates, costs.calibration, NUM_TRIALS)
     lines = [json.dumps(strategy.to_json()) + "\n" for strategy in chosen]
     write_text(path, "".join(lines), make_folder=True)
     return (

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.answer.figures import speed_of
+from deepspeed_ext.plan.text_files import field_texts
+from megatron_terapipe.search.answer.figures import speed_of, strategy_text, time_text
 from megatron_terapipe.search.answer.json_documents import (
     NetworkPart,
     OtherWinnerPart,
@@ -170,6 +171,60 @@ def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing
     return found
 
 
+def sensitivity_note(found: SensitivityPart) -> str | None:
+    """Return the constants that decide the winner, in one line; None where none does."""
+    if not found.changes:
+        return None
+    tried = f"{found.num_constants} constants, each moved by its uncertainty; {found.num_contenders} strategies"
+    first, *others = found.changes
+    other = None if first.strategy is None else strategy_text(first.strategy)
+    if other is None:
+        effect = "rank 1 does not fit the devices any more, and none of the others does"
+    elif first.is_memory:
+        effect = f"rank 1 does not fit the devices any more; {other} does, and takes {first.regret:.1%} longer"
+    else:
+        effect = f"{other} wins, and rank 1 takes {first.regret:.1%} longer"
+    more = ""
+    if others:
+        listed = ", ".join(f"{each.constant} {each.change:+.0%} ({each.regret:.1%})" for each in others[:3])
+        more = f"; so do {listed}{', ...' if len(others) > 3 else ''}"
+    return f"the winner depends on {_moved(first)}: {effect}{more} ({tried})"
+
+
+def network_note(found: SensitivityPart) -> str | None:
+    """Return the bandwidths of network cards from which the winner changes; None where they are known."""
+    given = found.network_bandwidth
+    if given is None or found.num_contenders < 2:
+        return None
+    unknown = f"the network is not calibrated; {bandwidth_text(given)} a node are taken"
+    lines = []
+    for each in found.network:
+        side, last = ("below", given / FACTOR) if each.bandwidth < given else ("above", given * FACTOR)
+        other = "" if each.strategy is None else strategy_text(each.strategy)
+        lines.append(
+            f"{side} {bandwidth_text(each.bandwidth)} rank 1 is not the best: at {bandwidth_text(last)} {other} is "
+            f"{each.regret:.0%} faster"
+        )
+    steady = f"rank 1 stays the best of {found.num_contenders} strategies from a quarter of it to four times as much"
+    return f"{unknown}: {'; '.join(lines) or steady}"
+
+
+def bandwidth_text(bytes_per_s: float) -> str:
+    """Return a bandwidth of a network, in bits."""
+    gbits = 8e-9 * bytes_per_s
+    return f"{gbits:,.0f} Gbit/s" if gbits >= 10 else f"{gbits:.2g} Gbit/s"
+
+
+def _moved(other: OtherWinnerPart) -> str:
+    """Return a constant with its meaning, up to the first stop, and how far it is moved."""
+    of_profile = field_texts(ProfileFactors)
+    texts = field_texts(HardwareEfficiency) | field_texts(MemoryOverheads) | of_profile
+    text = texts.get(other.constant, "").partition(";")[0].partition(":")[0].rstrip(".")
+    text = f"{'on the profile, ' if other.constant in of_profile else ''}{text[:1].lower()}{text[1:]}"
+    direction = "higher" if other.change > 0 else "lower"
+    return f"{other.constant} ({text}) {abs(other.change):.0%} {direction}"
+
+
 class PublishedUtilization(NamedTuple):
     """The best published MFU of a generation."""
 
@@ -220,3 +275,17 @@ def check_utilization(entry: Ranked, problem: SearchProblem) -> UtilizationPart 
         published_run=published.run,
         published_time_s=entry.iteration_time_s * causal / published.causal_share if is_too_fast else None,
     )
+
+
+def utilization_note(check: UtilizationPart) -> str:
+    """Return the doubt about an MFU above all published ones."""
+    words = (
+        f"an MFU of {check.predicted:.0%} is above the best published for such devices, {check.published:.0%} "
+        f"({check.published_run})"
+    )
+    if check.published_time_s is None:
+        return (
+            f"{words}, because it counts scores that causal attention never computes; compare the causal MFU, "
+            f"{check.predicted_causal:.0%} and {check.published_causal:.0%}"
+        )
+    return f"{words}: at that MFU rank 1 takes {time_text(check.published_time_s)}"

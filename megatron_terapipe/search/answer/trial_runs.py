@@ -343,7 +343,7 @@ def print_trials(document: TrialDocument) -> None:
     print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
     for time_s, entry in sorted(measured, key=lambda each: each[0]):
         cells = [_beside(time_s, predicted) for predicted in (entry.predicted, entry.calibrated)]
-        print(f"{time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(Strategy.from_json(entry.strategy))}")
+        print(f"{time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(entry.strategy)}")
     for name, errors in (("before", document.errors), ("calibrated on them", document.errors_calibrated)):
         if errors is not None:
             words = [f"mean error {errors.mean_error:.1%}"]

@@ -5,12 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_terapipe.devices import GENERATION_NAMES
-from megatron_terapipe.search.answer.advice import (
-    advice_notes,
-    distance_text,
-    fewer_devices_part,
-)
-from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.json_documents import (
     AdvicePart,
@@ -22,31 +16,35 @@ from megatron_terapipe.search.answer.json_documents import (
     TooFullPart,
 )
 from megatron_terapipe.search.answer.sensitivity import PUBLISHED, best_published, check_utilization
+from megatron_terapipe.search.answer.what_if import (
+    advice_notes,
+    distance_text,
+    distance_to_fit,
+    fewer_devices_part,
+    on_fewer_devices,
+)
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload_files import read_workload
-from megatron_terapipe.search.rank.alternatives import on_fewer_devices
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
-from tests.search.problems import FAST, SLOW, node, small_cluster, small_problem
+from tests.search.problems import FAST, SLOW, node, question, small_cluster, small_problem
 
 CONSTRAINTS = {"schedule": ("1f1b",), "num_token_slices": (1,), "recompute": ("none",), "num_model_chunks": (1,)}
 PLAIN = Strategy(data_parallel_size=4, global_batch_size=8)
 
 
 def parts_for(problem: SearchProblem) -> list[FewerDevicesPart]:
-    def pricing_on(part: Cluster) -> Pricing:
-        return Pricing(problem.workload, part)
-
-    winner = search(problem, all_choices(problem).constrained(CONSTRAINTS), pricing_on, top=1).entries[0]
-    found = on_fewer_devices(winner, problem, CONSTRAINTS, pricing_on)
+    asked = question(problem, CONSTRAINTS)
+    winner = asked.search(effort=1.0).entries[0]
+    found = on_fewer_devices(asked, winner)
     for part, entry in found:
         # It is a strategy for the part, at the price that it has there.
         assert entry.strategy.world_size == part.num_devices
-        assert pricing_on(part).predict(entry.strategy).iteration_time_s == pytest.approx(entry.iteration_time_s)
+        price = Pricing(problem.workload, part).predict(entry.strategy)
+        assert price.iteration_time_s == pytest.approx(entry.iteration_time_s)
     return [fewer_devices_part(part, entry, winner, problem) for part, entry in found]
 
 
@@ -130,7 +128,7 @@ def test_notes(advice: dict[str, object], said: tuple[str, ...]) -> None:
 
 def test_missing_memory_and_remedies() -> None:
     problem = small_problem(small_cluster(device=replace(FAST, memory_bytes=1e9)))
-    found = distance_to_fit(problem, {}, Pricing)
+    found = distance_to_fit(question(problem))
     assert found is not None and found.memory["total"] > found.usable_bytes
     remedies = [
         RemedyPart.model_validate({"kind": kind, "value": value, "strategy": found.strategy})

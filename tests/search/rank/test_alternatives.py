@@ -9,21 +9,26 @@ import pytest
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.advice import FOUND_ORDER, advice_notes, found_order_part
 from megatron_terapipe.search.answer.json_documents import AdvicePart
 from megatron_terapipe.search.answer.output_files import write_files
+from megatron_terapipe.search.answer.what_if import (
+    FOUND_ORDER,
+    advice_notes,
+    alternative_part,
+    sizes_of_parts,
+    with_found_order,
+)
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import DEEPSPEED
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import gpt_workload
-from megatron_terapipe.search.rank.alternatives import sizes_of_parts, with_found_order
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.search.answer import answers
 from tests.search.answer.answers import BEST, answer
 from tests.search.price.machines import gpt
-from tests.search.problems import FAST, SLOW, node, small_cluster
+from tests.search.problems import FAST, SLOW, node, question, small_cluster
 
 LARGE_VOCABULARY = gpt(8, 1024, 8, 2048, 64_000, untie_embeddings_and_output_weights=True)
 TIED = replace(LARGE_VOCABULARY, untie_embeddings_and_output_weights=False)
@@ -36,9 +41,9 @@ def found_for(
 ) -> tuple[Ranked | None, Ranked, SearchProblem]:
     cluster = small_cluster(num_nodes=1, num_devices=4)
     problem = SearchProblem(workload=gpt_workload(model), cluster=cluster, global_batch_size=8)
-    pricing = Pricing(problem.workload, problem.cluster)
-    winner = Ranked(strategy=strategy, prediction=pricing.predict(strategy))
-    return with_found_order(winner, problem, constraints, pricing), winner, problem
+    asked = question(problem, constraints)
+    winner = Ranked(strategy=strategy, prediction=asked.pricing.predict(strategy))
+    return with_found_order(asked, winner), winner, problem
 
 
 def test_a_large_output_layer_is_cut_into_vocabulary_stages_at_the_price_that_they_have() -> None:
@@ -65,25 +70,23 @@ def test_no_order_is_searched_for_fixed_schedules() -> None:
     assert found_for(schedule=("1f1b",))[0] is None
     assert found_for(strategy=replace(STRATEGY, num_token_slices=64, global_batch_size=64))[0] is None
     _, winner, problem = found_for()
-    others = replace(problem, software=DEEPSPEED)
-    assert with_found_order(winner, others, {}, Pricing(problem.workload, problem.cluster, software=DEEPSPEED)) is None
+    assert with_found_order(question(replace(problem, software=DEEPSPEED)), winner) is None
 
 
 def test_orders_without_headroom_are_not_advised() -> None:
     _, winner, problem = found_for()
-    full = replace(problem, memory_headroom=0.999)
-    assert with_found_order(winner, full, {}, Pricing(problem.workload, problem.cluster)) is None
+    assert with_found_order(question(replace(problem, memory_headroom=0.999)), winner) is None
 
 
 def test_found_order_is_in_notes_and_files(tmp_path: Path) -> None:
     found, winner, problem = found_for()
     assert found is not None
     winner_s = found.iteration_time_s / 0.8
-    part = found_order_part(found, replace(winner, prediction=replace(winner.price, iteration_time_s=winner_s)))
+    part = alternative_part(found, replace(winner, prediction=replace(winner.price, iteration_time_s=winner_s)))
     assert part.strategy == found.strategy.to_json() and part.could_save == pytest.approx(0.2)
     (line,) = advice_notes(AdvicePart.of(found_order=part), problem)
     assert "(--pipeline-schedule optimised --vocabulary-stages) rank 1 takes " in line and ", 20% less: " in line
-    other = found_order_part(replace(found, strategy=replace(BEST, schedule=OPTIMISED)), winner)
+    other = alternative_part(replace(found, strategy=replace(BEST, schedule=OPTIMISED)), winner)
     document, asked = answer(advice=AdvicePart.of(found_order=other)), answers.small_problem()
     costs = Pricing(asked.workload, asked.cluster).cost_model.pipeline_costs
     written = write_files(document, asked, costs, directory=str(tmp_path), html=None).launch

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.planning import check_trainable
+from megatron_terapipe.search.answer.what_if import Question, with_interleaved_slices
 from megatron_terapipe.search.learn.calibration import no_calibration
-from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.rank.alternatives import with_interleaved_slices
 from megatron_terapipe.search.rank.grid_prices import HEADROOM
 from megatron_terapipe.search.rank.ranked import (
     NEARLY_AS_FAST,
@@ -25,7 +23,7 @@ from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.answers import prediction
-from tests.search.problems import FAST, legal_strategies, mixed_cluster, small_cluster, small_problem
+from tests.search.problems import FAST, legal_strategies, mixed_cluster, question, small_cluster, small_problem
 
 
 def pricing_on(problem: SearchProblem):
@@ -176,11 +174,10 @@ def test_interleaved_token_slices_are_tried_where_trials_flags_or_cpus_have_them
 ) -> None:
     problem = small_problem(cluster, num_layers=12)
     calibration = replace(no_calibration(), interleaves_token_slices=trials_have_it)
-    costs = Costs(
-        workload=problem.workload, precision="bf16", software=TERAPIPE, calibration=calibration, profile=None, notes=()
-    )
+    costs = replace(question(problem).costs, calibration=calibration)
     problem = costs.problem_with(problem, constraints)
-    choices = all_choices(problem).constrained(constraints)
+    asked = Question(problem=problem, constraints=constraints, costs=costs)
+    choices = asked.choices
     pairs = set()
     for legal in legal_grids(problem, choices, SearchCounts()):
         for order, _, _, count, *_ in np.argwhere(legal.legal):
@@ -190,8 +187,8 @@ def test_interleaved_token_slices_are_tried_where_trials_flags_or_cpus_have_them
         assert counts or name not in choices["schedule"]
         assert (max(counts, default=1) > 1) == (is_tried and bool(counts))
     pipelined = Strategy(pipeline_parallel_size=4, global_batch_size=8)
-    winner = Ranked(strategy=pipelined, prediction=costs.pricing_on(cluster).predict(pipelined))
-    found = with_interleaved_slices(winner, problem, constraints, costs.pricing_on)
+    winner = Ranked(strategy=pipelined, prediction=asked.pricing.predict(pipelined))
+    found = with_interleaved_slices(asked, winner)
     assert (is_tried or "interleaved" not in choices["schedule"]) == (found is None)
     assert found is None or found.strategy.num_token_slices > 1 < found.strategy.num_model_chunks
 
