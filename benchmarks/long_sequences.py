@@ -80,9 +80,8 @@ from megatron_terapipe.search.price.batch import StrategyBatch
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.price.workload_files import read_workload
-from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rivals import Rival, best_rival
-from megatron_terapipe.search.rank.search import SearchResult, search
+from megatron_terapipe.search.rank.search import Ranked, SearchResult, search
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 

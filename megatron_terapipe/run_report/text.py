@@ -8,7 +8,6 @@ from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.figures import NO_END, listed
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.search.answer.figures import bytes_text, count_text, strategy_text, time_text
-from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.records import RunStart
 
 

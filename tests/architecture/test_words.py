@@ -33,7 +33,7 @@ WORDS = {
 
 NOTES_OF_ANSWERS = tuple(
     f"megatron_terapipe/search/{name}.py"
-    for name in ("answer/advice", "learn/costs", "machine/cluster_files", "price/profile_times")
+    for name in ("answer/what_if", "learn/costs", "machine/cluster_files", "price/profile_times")
 )
 """Files with notes of answers, whose words scripts may compare: "those of" stays in them."""
 

@@ -10,7 +10,7 @@ from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numb
 from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, PredictedPart, RankedEntry
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.price.prediction import Prediction
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 

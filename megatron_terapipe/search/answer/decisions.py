@@ -17,7 +17,7 @@ from megatron_terapipe.search.answer.figures import count_text, devices_of
 from megatron_terapipe.search.answer.json_documents import DecisionPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import names_one_device, power_of
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 
 HOUR, DAY, YEAR = 3600.0, 86_400.0, 365.25 * 86_400.0

@@ -22,7 +22,7 @@ from megatron_terapipe.search.answer.json_documents import PredictDocument
 from megatron_terapipe.search.answer.output_files import write_document
 from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.learn.costs import costs_of
-from megatron_terapipe.search.rank.ranked import predict_one, ranked_in_order, with_batch
+from megatron_terapipe.search.rank.search import predict_one, ranked_in_order, with_batch
 
 HELP = "Predict time and memory of the strategies in a file. For strategies that cannot run, print the reason."
 

@@ -39,9 +39,8 @@ from megatron_terapipe.search.answer.what_if import Question, advice_notes, advi
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
-from megatron_terapipe.search.rank.ranked import predict_one, with_batch
 from megatron_terapipe.search.rank.rules import DUPLICATES, UNPROVEN, USES_DEVICES
-from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, search
+from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, predict_one, search, with_batch
 from megatron_terapipe.search.rank.space import SearchProblem, check_runnable
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 

@@ -37,7 +37,7 @@ from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
 from megatron_terapipe.search.price.roofline import Roofline
-from megatron_terapipe.search.rank.ranked import NEARLY_AS_FAST, Ranked
+from megatron_terapipe.search.rank.search import NEARLY_AS_FAST, Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 

@@ -1,7 +1,7 @@
-"""What if: the question of a ranking with one change, the answer of a second search, and a line about it.
+"""Changes of a question (what-if): the same question with one change, the answer of a second search, and a line.
 
     Question.changed     the same question with other values of flags, or another model, cluster, batch or trainer
-    with_found_order, with_interleaved_slices, on_fewer_devices     what may be faster or cheaper than the winner
+    with_found_order, with_interleaved_slices, on_fewer_devices     changes that may save time or device hours
     distance_to_fit      where nothing fits: the nearest strategy, and the single changes with which one fits
     advise               all of them, and `sensitivity.py` -> AdvicePart; `advice_notes` has a line for each
 
@@ -58,11 +58,9 @@ from megatron_terapipe.search.price.memory import SHARE_OF_HOST
 from megatron_terapipe.search.price.simulated_time import num_searched_ops
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload
-from megatron_terapipe.search.rank.grid_memory import GridMemory
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback, no_progress
-from megatron_terapipe.search.rank.ranked import Ranked, priced
+from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, GridMemory, ProgressCallback, no_progress
 from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_grids
-from megatron_terapipe.search.rank.search import SearchResult, search
+from megatron_terapipe.search.rank.search import Ranked, SearchResult, priced, search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
@@ -71,7 +69,7 @@ EFFORT = 0.1  # effort of a second search
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a search is asked."""
+    """The question of a search."""
 
     problem: SearchProblem
     constraints: Mapping[str, tuple[Any, ...]]

@@ -10,7 +10,7 @@ from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPar
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.search.price.workload_files import parse_workload
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 

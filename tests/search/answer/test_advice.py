@@ -27,7 +27,7 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload_files import read_workload
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import FAST, SLOW, node, question, small_cluster, small_problem

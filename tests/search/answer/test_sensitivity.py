@@ -11,7 +11,7 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads
-from megatron_terapipe.search.rank.ranked import Ranked, contenders_of, ranked_in_order
+from megatron_terapipe.search.rank.search import Ranked, contenders_of, ranked_in_order
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import FAST, small_cluster, small_problem
 

@@ -22,7 +22,7 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import DEEPSPEED
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import gpt_workload
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.search.answer import answers

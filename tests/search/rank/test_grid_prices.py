@@ -9,8 +9,7 @@ import pytest
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
-from megatron_terapipe.search.rank.grid_memory import live_token_slices
-from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, price_space
+from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, live_token_slices, price_space
 from megatron_terapipe.search.rank.node_orders import node_orders
 from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices

@@ -7,8 +7,7 @@ import pytest
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.node_orders import better_order, kind_key, node_orders, placement_of
-from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order
-from megatron_terapipe.search.rank.search import SearchResult, search
+from megatron_terapipe.search.rank.search import Ranked, SearchResult, ranked_in_order, search
 from megatron_terapipe.search.rank.space import all_choices
 from tests.search.problems import drawn, mixed_cluster, small_problem
 

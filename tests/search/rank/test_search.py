@@ -11,15 +11,15 @@ from megatron_terapipe.search.learn.calibration import no_calibration
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.grid_prices import HEADROOM
-from megatron_terapipe.search.rank.ranked import (
+from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule, legal_grids
+from megatron_terapipe.search.rank.search import (
     NEARLY_AS_FAST,
     Ranked,
     best_of_layouts,
     memory_step,
     ranked_in_order,
+    search,
 )
-from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule, legal_grids
-from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.answers import prediction
