@@ -31,7 +31,7 @@ def rows() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("words", "parts"), list(rows()))
 def test_a_refusal_is_one_line(words: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        parse_arguments(shlex.split(words))
+        parse_arguments(shlex.split(words)).evaluation_batch(2)
     line = str(caught.value)
     assert all(part in line for part in parts), line
     assert ": " in line and "\n" not in line

@@ -27,39 +27,6 @@ def with_layers(text: str, **given: Any) -> ModelConfig:
     return model(heterogeneous_layers_config_path=text, **given)
 
 
-REFUSED: list[tuple[str, str]] = [
-    # The description of two layers, and the place, key or value that the line about it names.
-    ("nowhere.json", " nowhere.json cannot be read (No such file or directory)"),
-    ('{"block_configs": [', " is not JSON"),
-    ('{"block_configs": [], "block_configs": []}', " is not JSON (key 'block_configs' "),
-    ('{"blocks": []}', " has unknown key 'blocks'"),
-    ('{"block_configs": [{}, {}], "x": 1}', " has unknown key 'x'"),
-    ("{}", " has no list `block_configs`"),
-    ('{"block_configs": []}', " has no list `block_configs`"),
-    ('{"block_configs": {"0": {}}}', " has no list `block_configs`"),
-    (described({}), " describes 1 layers, but --num-layers is 2"),
-    (described({}, {}, {}), " describes 3 layers, but --num-layers is 2"),
-    (described({}, 7), ": layer 1 is 7"),
-    (described({}, {"mlp": 7}), ": layer 1 mlp is 7"),
-    (described({"attention": []}, {}), ": layer 0 attention is []"),
-    (described({}, {"moe": {}}), ": layer 1 has unknown key 'moe': use attention or mlp"),
-    (described({}, {"mlp": {"width": 3}}), ": layer 1 mlp has unknown key 'width': use ffn_hidden_size or ffn_mult or"),
-    (described({"attention": {"ffn_mult": 3}}, {}), ": layer 0 attention has unknown key 'ffn_mult'"),
-    (described({"mlp": {"no_op": 1}}, {}), ": layer 0 mlp.no_op is 1"),
-    (described({"attention": {"replace_with_linear": True}}, {}), ": layer 0 attention.replace_with_linear: "),
-    *(
-        (described({"attention": {"num_query_groups": count}}, {}), f": layer 0 attention.num_query_groups {text} ")
-        for count, text in ((0, "0"), (-2, "-2"), (True, "true"), ("2", '"2"'), (2.5, "2.5"))
-    ),
-    (described({"attention": {"num_query_groups": 3}}, {}), ": layer 0: 3 key and value heads do not divide --num-"),
-    (described({"attention": {"n_heads_in_group": 3}}, {}), ": layer 0 attention.n_heads_in_group 3 does not divide"),
-    (described({}, {"mlp": {"ffn_hidden_size": 0}}), ": layer 1 mlp.ffn_hidden_size 0 "),
-    (described({}, {"mlp": {"ffn_hidden_size": 10**18}}), f": layer 1 mlp.ffn_hidden_size {10**18} is more than 10,"),
-    *(
-        (described({}, {"mlp": {"ffn_mult": mult}}), f": layer 1 mlp.ffn_mult {text} ")
-        for mult, text in ((0, "0"), (-1, "-1"), (True, "true"), ("4", '"4"'))
-    ),
-]
 FILES: list[tuple[bytes, str]] = [
     *((text, " is not a JSON object: ") for text in (b"[]", b"3", b'"block_configs"')),
     (b"{", " is not JSON"),
@@ -67,16 +34,14 @@ FILES: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "rule"), [*REFUSED, *FILES])
-def test_refused_layers(text: str | bytes, rule: str, tmp_path: Path) -> None:
-    if isinstance(text, bytes):
-        file = tmp_path / "layers.json"
-        file.write_bytes(text)
-        text, rule = str(file), f" {file}{rule}"
+@pytest.mark.parametrize(("text", "rule"), FILES)
+def test_files_that_are_refused(text: bytes, rule: str, tmp_path: Path) -> None:
+    file = tmp_path / "layers.json"
+    file.write_bytes(text)
     with pytest.raises(UserError) as caught:
-        with_layers(text)
+        with_layers(str(file))
     line = str(caught.value)
-    assert line.startswith(f"{PATH}{rule}") and ": " in line and "\n" not in line, line
+    assert line.startswith(f"{PATH} {file}{rule}") and ": " in line and "\n" not in line, line
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import build_config, parse_arguments
 from megatron_terapipe.config import Config, ModelConfig, flops
 from megatron_terapipe.config.flops import TILE, balanced_token_slices
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy
 
 
@@ -62,18 +61,6 @@ def test_cuts_by_documents_of_one_document_are_balanced() -> None:
     for found, wanted in zip(cuts.cut([(0,)]).bounds(), balanced.bounds(), strict=True):
         assert found == pytest.approx(wanted, abs=cuts.quantum)
     assert config(2, 18432, **sequence).document_cuts() is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"reset_attention_mask": True}, "--num-token-slices"),
-        ({"num_token_slices": 4, "reset_position_ids": True}, "--reset-attention-mask"),
-    ],
-)
-def test_cuts_by_documents_need_documents_and_a_number(settings: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--token-slices balanced-by-documents .*: add {flag}"):
-        config(1, 128, token_slices="balanced-by-documents", **settings)
 
 
 @pytest.mark.parametrize("granularity", [1, 4, 16, 24, 48])

@@ -48,7 +48,15 @@ def test_layers_with_linear_attention(pattern: str, delta: list[int]) -> None:
     assert all(block.ffn_hidden_size for block in blocks)
 
 
-@pytest.mark.parametrize("layers", ["--hybrid-layer-pattern M-*-G --num-layers 5", f"--num-layers 3 {LINEAR} 3"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "--hybrid-layer-pattern M-*-G --num-layers 5",
+        f"--num-layers 3 {LINEAR} 3",
+        # With biases, a gate of the shared experts, and layers without experts.
+        "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
+    ],
+)
 def test_parameters_are_those_of_the_model(layers: str) -> None:
     model = model_of(f"{layers} {SIZES} --linear-num-key-heads 4 --linear-value-head-dim 24 --vocab-size 100").model
     with torch.device("meta"):

@@ -102,37 +102,10 @@ def test_iterations_within_steps_are_megatrons(sizes: BatchSizes, samples: int) 
     assert sizes.iterations_within(samples) == iterations
 
 
-@pytest.mark.parametrize(
-    ("text", "data_parallel_size", "part"),
-    [
-        ("0:16 2.4B320", 1, "2.4B320 is not TOKENS:SIZE"),
-        ("0:16 2.4G:320", 1, "2.4G:320 is not TOKENS:SIZE"),
-        ("0:16 nan:320", 1, "nan:320 is not TOKENS:SIZE"),
-        ("0:0.5", 1, "0:0.5 is not TOKENS:SIZE"),
-        ("0:8 9e99:16", 1, "9e99:16 is not TOKENS:SIZE"),
-        ("", 1, "has no step from token 0"),
-        ("100:16\n200:32", 1, "has no step from token 0"),
-        ("0:16 20:32 29:64", 1, "has two steps from sample 2, of 10 tokens each"),
-        (" ".join(f"{10 * step}:2" for step in range(10_001)), 1, "10,001 steps, more than 10,000"),
-        (
-            "0:16 20:18",
-            2,
-            "a step of 18 is not a multiple of --micro-batch-size 2 x data-parallel size 2 = 4:",
-        ),
-    ],
-)
-def test_steps_that_are_refused(text: str, data_parallel_size: int, part: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        BatchConfig(micro_batch_size=2, step_batch_size_schedule=(text,)).sizes(data_parallel_size, 10)
-    assert part in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_global_batch_size_beside_steps_is_the_last_of_them() -> None:
-    batch = BatchConfig(micro_batch_size=2, global_batch_size=16, step_batch_size_schedule=("0:16", "20:32"))
-    with pytest.raises(
-        ConfigError, match="--global-batch-size 16 contradicts --step-batch-size-schedule, which ends at"
-    ):
-        batch.sizes(2, 10)
+def test_a_schedule_of_too_many_steps_is_refused() -> None:
+    text = " ".join(f"{10 * step}:2" for step in range(10_001))
+    with pytest.raises(ConfigError, match="10,001 steps, more than 10,000"):
+        BatchConfig(micro_batch_size=2, step_batch_size_schedule=(text,)).sizes(1, 10)
 
 
 @pytest.mark.parametrize(
@@ -143,17 +116,11 @@ def test_a_global_batch_size_beside_steps_is_the_last_of_them() -> None:
         ({"eval_global_batch_size": 8}, (2, 2)),
         ({"eval_micro_batch_size": 8}, (8, 1)),
         ({"eval_global_batch_size": 24, "eval_micro_batch_size": 3}, (3, 4)),
-        ({"eval_global_batch_size": 6}, "--eval-global-batch-size 6 is not a multiple of --micro-batch-size 2 x data-"),
-        ({"eval_micro_batch_size": 3}, "16, the size of training, is not a multiple of --eval-micro-batch-size 3"),
     ],
 )
-def test_the_batch_of_evaluations(given: dict[str, object], rows_and_number: tuple[int, int] | str) -> None:
+def test_the_batch_of_evaluations(given: dict[str, object], rows_and_number: tuple[int, int]) -> None:
     batch = BatchConfig(**{"micro_batch_size": 2, "global_batch_size": 16, **given})
-    if isinstance(rows_and_number, str):
-        with pytest.raises(ConfigError, match=rows_and_number):
-            batch.evaluation(2, 10)
-    else:
-        assert batch.evaluation(2, 10) == rows_and_number
+    assert batch.evaluation(2, 10) == rows_and_number
 
 
 def test_a_constant_size() -> None:
@@ -167,25 +134,6 @@ def test_a_constant_size() -> None:
 def test_the_section_gives_its_ramp() -> None:
     batch = BatchConfig(micro_batch_size=2, global_batch_size=16, rampup_batch_size=(4, 4, 100))
     assert batch.sizes(2, 10) == BatchSizes.on_ramp(start=4, increment=4, final=16, samples=100)
-
-
-@pytest.mark.parametrize(
-    ("ramp", "final", "data_parallel_size", "parts"),
-    [
-        ((4, 4), 16, 1, "--rampup-batch-size 4 4 "),
-        ((4, 0, 9), 16, 1, "--rampup-batch-size 4 0 9 "),
-        ((4, 4, 9), None, 1, "--rampup-batch-size 4 4 9 has no effect without --global-batch-size"),
-        ((4, 8, 9), 16, 1, "--global-batch-size 16 in steps of 8: give 20, "),
-        ((16, 4, 9), 16, 1, "--global-batch-size 16 in steps of 4: give 20, "),
-        ((3, 1, 9), 16, 1, "--rampup-batch-size START 3 is not a multiple of --micro-batch-size 2: "),
-        ((4, 2, 9), 16, 2, "INCREMENT 2 is not a multiple of --micro-batch-size 2 x data-parallel size 2 = 4"),
-        ((2, 2, 10**13), 2 * 10**8, 1, "99,999,999 increments, more than 10,000"),
-    ],
-)
-def test_ramps_that_are_refused(ramp: tuple[int, ...], final: int | None, data_parallel_size: int, parts: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        BatchConfig(micro_batch_size=2, global_batch_size=final, rampup_batch_size=ramp).sizes(data_parallel_size, 10)
-    assert parts in str(caught.value) and "\n" not in str(caught.value)
 
 
 @given(any_sizes, draw.integers(0, 200))

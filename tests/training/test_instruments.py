@@ -14,11 +14,9 @@ from torch.utils._pytree import tree_map_only
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.clocks import BACKWARD, FORWARD, OPS, PHASES, ProfilerRanges
 from deepspeed_ext.runtime.state.counts import StepTally
-from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.devices import DEVICES
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training import run as prepared_run
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.records import ExpertLoads
@@ -26,7 +24,7 @@ from megatron_terapipe.training.run import peak_tflops_here
 from megatron_terapipe.training.step import ExpertWatch, Instruments
 from tests.distributed import run_distributed, run_each
 from tests.training.equivalence.test_gpt_equivalence import expected_gradients
-from tests.training.gpt_runs import FLAGS, Setup, batches, run_of
+from tests.training.gpt_runs import Setup, batches, run_of
 
 # Gradients of the biases of keys are zero but for rounding.
 UNTIED = "--num-token-slices 4 --untie-embeddings-and-output-weights --disable-bias-linear --log-num-zeros-in-grad"
@@ -180,22 +178,6 @@ def nsight() -> list[str]:
     with instruments.around(1):
         engine.eval_batch(iter(batches(setup, 0)))
     return calls
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--use-pytorch-profiler", "--profile: add it"),
-        ("--profile --use-pytorch-profiler", "without --tensorboard-dir"),
-        ("--profile --profile-step-start 12", "--profile-step-end 12 is not above --profile-step-start 12: give 13"),
-        ("--profile --profile-step-start 8", "--profile-step-end 12 is after the last of --train-iters 10"),
-        ("--timing-log-level 3", "--timing-log-level 3 is not known: choose 0, 1 or 2"),
-        ("--timing-log-option some", "--timing-log-option some is not known: choose max, minmax or all"),
-    ],
-)
-def test_refused_flags(words: str, line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        parse_arguments(f"{FLAGS} {words}".split())
 
 
 GPT3_175B = ModelConfig(
