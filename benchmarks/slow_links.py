@@ -49,7 +49,7 @@ from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.answer.trial_runs import explicit
+from megatron_terapipe.search.answer.trial_command import explicit
 from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.strategy import Strategy
 from tests.end_to_end.hosts.network import Network, missing, network

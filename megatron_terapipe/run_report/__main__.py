@@ -32,7 +32,6 @@ def build_parser(prog: str) -> CommandParser:
         help="metrics file of a run (--metrics-file), or a directory with metrics.jsonl",
     )
     parser.add_argument("--output", metavar="FILE", help="write the page to this file")
-    parser.add_argument("--pictures", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
         "--search",
         metavar="PATH",
@@ -50,17 +49,12 @@ def build_parser(prog: str) -> CommandParser:
 
 
 def _run(options: argparse.Namespace, prog: str) -> int:
-    if options.pictures is not None:
-        raise ConfigError(
-            f"--pictures {options.pictures} has no curves to write: train with --tensorboard-dir or --wandb-project"
-        )
     # Imported after the check of the flags, because pydantic is slow to import.
     from pydantic import TypeAdapter
 
     from megatron_terapipe.run_report.metrics_file import metrics_schema
     from megatron_terapipe.run_report.page import render_report
-    from megatron_terapipe.run_report.report import ReportDocument, read_report, report_document
-    from megatron_terapipe.run_report.text import summary
+    from megatron_terapipe.run_report.report import ReportDocument, read_report, report_document, summary
 
     if options.schema is not None:
         of_report = TypeAdapter(ReportDocument).json_schema

@@ -17,7 +17,7 @@ from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.run_report.figures import Figures
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
-from megatron_terapipe.search.answer.json_documents import Amount, BreakdownObject, MemoryObject
+from megatron_terapipe.search.answer.json_documents import PredictedPart
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.training.records import RunStart
 
@@ -67,19 +67,8 @@ ANSWER_FILE = "ranking.json"
 """Name of the answer of the search in the directory of `--output`."""
 
 
-class PredictedCost(BaseModel):
-    """Predicted cost of a strategy; `search/answer/json_documents.py` defines the fields."""
-
-    iteration_time_s: Amount
-    interval_s: tuple[Amount, Amount] | None
-    interval_coverage: Amount
-    tokens_per_s: Amount
-    mfu: Amount | None
-    mfu_causal: Amount | None
-    bubble_ratio: Amount
-    peak_memory_bytes: Amount
-    breakdown: BreakdownObject
-    memory_per_rank: list[MemoryObject]
+class PredictedCost(PredictedPart, extra="ignore"):
+    """Predicted cost of a strategy."""
 
 
 class PricedStrategy(BaseModel):

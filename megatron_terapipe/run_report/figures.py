@@ -9,7 +9,16 @@ from typing import Literal, get_args
 
 from megatron_terapipe.run_report.metrics_file import Piece, TrainingRun
 from megatron_terapipe.search.answer.figures import time_text
-from megatron_terapipe.training.records import IterationMetrics, latest_loads, outlier_bound, starved_text
+from megatron_terapipe.training.records import (
+    IterationMetrics,
+    Note,
+    RunEnd,
+    RunStart,
+    Saved,
+    latest_loads,
+    outlier_bound,
+    starved_text,
+)
 
 LAST = 10
 """Iterations whose losses are averaged for the loss at the end."""
@@ -124,12 +133,8 @@ def peak_memory(run: TrainingRun) -> tuple[int, ...]:
 
 
 def _wall_time(run: TrainingRun) -> float | None:
-    times = [
-        event.time
-        for piece in run.pieces
-        for event in (piece.start, *piece.saves, *piece.notes, piece.end)
-        if event is not None
-    ]
+    lines = [line for piece in run.pieces for line in piece.lines]
+    times = [line.time for line in lines if isinstance(line, RunStart | Saved | Note | RunEnd)]
     return max(times) - min(times) if times else None
 
 
@@ -172,7 +177,7 @@ def incidents(run: TrainingRun) -> list[Incident]:
     found += [
         Incident("save", each.iteration, each.iteration, f"training waited {time_text(each.seconds)} for a checkpoint")
         for piece in run.pieces
-        for each in piece.saves
+        for each in piece.of(Saved)
     ]
     return sorted(found, key=lambda each: (each.first, KINDS.index(each.kind)))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from math import isnan, nan
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -27,6 +27,8 @@ from megatron_terapipe.training.records import (
     RunStart,
     Saved,
 )
+
+AnyLine = TypeVar("AnyLine", bound=Line)
 
 EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd, ExpertLoads)}
 """Kinds of events, by the value of the key `event`."""
@@ -132,18 +134,28 @@ second is the first with all of them."""
 
 @dataclass
 class Piece:
-    """Lines of a run from one start to its end, by kind."""
+    """Lines of a run from one start to its end."""
 
-    start: RunStart | None = None
-    """None if the file has none."""
-    end: RunEnd | None = None
-    """None if it was killed or is still running, or the file has none."""
-    iterations: list[IterationMetrics] = field(default_factory=list)
-    evaluations: list[EvaluationMetrics] = field(default_factory=list)
-    saves: list[Saved] = field(default_factory=list)
-    """Checkpoints for which training waited."""
-    notes: list[Note] = field(default_factory=list)
-    expert_loads: list[ExpertLoads] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+    def of(self, kind: type[AnyLine]) -> list[AnyLine]:
+        """Return the lines of a kind."""
+        return [line for line in self.lines if isinstance(line, kind)]
+
+    @cached_property
+    def iterations(self) -> list[IterationMetrics]:
+        """Its iterations."""
+        return self.of(IterationMetrics)
+
+    @property
+    def start(self) -> RunStart | None:
+        """None if the file has none."""
+        return next(iter(self.of(RunStart)), None)
+
+    @property
+    def end(self) -> RunEnd | None:
+        """The last one; None if it was killed or is still running, or the file has none."""
+        return next(reversed(self.of(RunEnd)), None)
 
     @property
     def first(self) -> int:
@@ -151,24 +163,6 @@ class Piece:
         if self.iterations:
             return self.iterations[0].iteration
         return 1 if self.start is None else self.start.iteration + 1
-
-    def add(self, line: Line) -> None:
-        """Add a line."""
-        match line:
-            case RunStart():
-                self.start = line
-            case RunEnd():
-                self.end = line
-            case IterationMetrics():
-                self.iterations.append(line)
-            case EvaluationMetrics():
-                self.evaluations.append(line)
-            case Saved():
-                self.saves.append(line)
-            case Note():
-                self.notes.append(line)
-            case ExpertLoads():
-                self.expert_loads.append(line)
 
 
 @dataclass(frozen=True)
@@ -232,7 +226,7 @@ class TrainingRun:
         for piece in self.pieces:
             if piece.iterations:
                 remaining = [each for each in remaining if each.iteration < piece.first]
-            remaining += [each for each in piece.evaluations if each.part == "validation"]
+            remaining += [each for each in piece.of(EvaluationMetrics) if each.part == "validation"]
         return remaining
 
     def expert_loads(self) -> list[ExpertLoads]:
@@ -240,7 +234,7 @@ class TrainingRun:
         return [
             line
             for piece, iterations in self.counted
-            for line in piece.expert_loads
+            for line in piece.of(ExpertLoads)
             if iterations and line.iteration <= iterations[-1].iteration
         ]
 
@@ -274,7 +268,7 @@ def _pieces(lines: Sequence[Line]) -> Iterator[Piece]:
         if number and (isinstance(line, RunStart) or (decreases and piece.start is None)):
             yield piece
             piece, last = Piece(), 0
-        piece.add(line)
+        piece.lines.append(line)
         if isinstance(line, IterationMetrics):
             last = line.iteration
     yield piece

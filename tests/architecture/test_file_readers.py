@@ -27,7 +27,7 @@ OWN_READERS = {
     "megatron_terapipe/page/document.py": "files of the package",
     "megatron_terapipe/run_report/__main__.py": "the first bytes of a file",
     "megatron_terapipe/run_report/own_report.py": "the last bytes of its own metrics file",
-    "megatron_terapipe/search/answer/trial_runs.py": "output of its own trials",
+    "megatron_terapipe/search/answer/trial_command.py": "output of its own trials",
     "megatron_terapipe/search/machine/supervisor.py": "/proc",
     "megatron_terapipe/search/measure/machine.py": "/proc",
     "deepspeed_ext/runtime/health/processes.py": "/proc",

@@ -287,7 +287,7 @@ def test_the_walk_sees_imports_at_import_time() -> None:
         ("megatron_terapipe.model.block", "deepspeed_ext.runtime.module", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
         ("megatron_terapipe.doctor.probe", "megatron_terapipe.errors", False),
-        ("megatron_terapipe.search.rank.search", "megatron_terapipe.search.answer.table", False),
+        ("megatron_terapipe.search.rank.search", "megatron_terapipe.search.answer.figures", False),
         ("megatron_terapipe.training.run", "tests.distributed", False),
     ],
 )

@@ -11,7 +11,7 @@ from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.arguments.build import NOT_SEARCHED
 from megatron_terapipe.arguments.parser import flags
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.answer.trial_runs import Journal, Outcome
+from megatron_terapipe.search.answer.trial_command import Journal, Outcome
 from megatron_terapipe.search.price.profile import write_profile
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy

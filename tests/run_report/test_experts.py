@@ -9,8 +9,8 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.run_report.__main__ import main
-from megatron_terapipe.run_report.experts import LEVELS, MOST_COLUMNS, expert_pictures
 from megatron_terapipe.run_report.metrics_file import line_of
+from megatron_terapipe.run_report.page import LEVELS, MOST_COLUMNS, expert_pictures
 from megatron_terapipe.training.records import ExpertLoads, latest_loads
 from tests.run_report.made_up import START, lines_of, write_lines
 

@@ -99,7 +99,6 @@ def test_json_goes_to_standard_output_or_a_file_and_never_replaces_a_run(
         (["absent.jsonl"], "error: absent.jsonl "),
         (["--outptu", "x"], "error: "),
         (["a", "b", "--search", "c"], "error: --search c "),
-        (["a", "--pictures", "c"], "error: --pictures c "),
     ],
 )
 def test_errors_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

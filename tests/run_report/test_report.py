@@ -11,8 +11,7 @@ from pydantic import TypeAdapter
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.comparison import UNKNOWN
 from megatron_terapipe.run_report.figures import listed
-from megatron_terapipe.run_report.report import ReportDocument, RunReport, read_report, report_document
-from megatron_terapipe.run_report.text import summary
+from megatron_terapipe.run_report.report import ReportDocument, RunReport, read_report, report_document, summary
 from megatron_terapipe.training.records import RunEnd
 from tests.run_report.made_up import (
     GIB,

@@ -68,9 +68,7 @@ class FewerDevicesPart(AlternativePart):
     """A part of the cluster, and the best strategy found on it."""
 
     num_devices: int
-    """Devices of the part, as `--devices-at-most` takes them."""
     nodes: list[str]
-    """Names of its nodes."""
     time_ratio: float
     """The same in seconds of the winner on all devices; below 1 fewer devices are faster."""
     cost_ratio: float
@@ -86,7 +84,7 @@ class OtherWinnerPart(ClosedModel):
 
     constant: str
     change: float
-    """By how much it is moved, as a share of it: by its uncertainty."""
+    """As a share of the constant: its uncertainty."""
     strategy: StrategyObject | None
     """The better strategy then; null = none of those that were compared fits the devices then."""
     regret: float
@@ -117,24 +115,18 @@ class SensitivityPart(ClosedModel):
     """The given bytes per second of the slowest node, of which a quarter to four times were tried. Null = known, or
     there is one node."""
     num_constants: int
-    """Constants that were moved."""
     num_contenders: int
-    """Strategies that were compared."""
 
 
 class UtilizationPart(ClosedModel):
     """An MFU above all published ones."""
 
     predicted: float
-    """MFU of the winner."""
     predicted_causal: float
     """The same without the scores that causal attention never computes."""
     published: float
-    """The best published MFU for such devices."""
     published_causal: float
-    """The same run without these scores."""
     published_run: str
-    """The run that it was."""
     published_time_s: float | None
     """Seconds of an iteration at that causal MFU; null = it is no less than the predicted one."""
 
@@ -156,13 +148,10 @@ class DistancePart(ClosedModel):
     """How far the model is from fitting."""
 
     strategy: StrategyObject
-    """The strategy nearest to fitting."""
     pipeline_rank: int
-    """The pipeline rank that is too full."""
     memory: MemoryObject
     """Bytes that it needs, by their use."""
     device: str
-    """Its smallest device."""
     usable_bytes: float
     """Bytes of it that may be used."""
     device_bytes: float
@@ -239,7 +228,6 @@ class ModelPart(ClosedModel):
     num_layers: int
     """Layers that are dealt to pipeline stages."""
     seq_length: int
-    """Tokens of one sequence."""
     settings: dict[str, Any] | None
     """Fields of the trainer's model section, those that follow from others left out: a model file. Null = a model that
     is given layer by layer."""
@@ -252,7 +240,6 @@ class ClusterPart(ClosedModel):
     num_nodes: int
     num_devices: int
     devices: dict[str, int]
-    """Number of devices of each kind."""
     nodes: list[dict[str, Any]]
     """Groups of equal nodes with all figures, as a cluster file has them."""
 
@@ -260,33 +247,32 @@ class ClusterPart(ClosedModel):
 class Speed(ClosedModel):
     """Published figures that follow from the time of one iteration."""
 
-    iteration_time_s: float
-    tokens_per_s: float
-    """Tokens trained on in a second."""
-    tokens_per_s_per_device: float
+    iteration_time_s: Amount
+    tokens_per_s: Amount
+    tokens_per_s_per_device: Amount
     """The same, divided by the devices in use."""
-    tflops_per_device: float
+    tflops_per_device: Amount
     """FLOPs of the model in a second and device, in 10^12, counted as for `mfu`."""
-    mfu: float | None
+    mfu: Amount | None
     """FLOPs of the model over the peak of the devices in use: each token attends to the whole sequence, without
     recomputation, as most published figures are counted. Null where the peak is a guess."""
-    mfu_causal: float | None
+    mfu_causal: Amount | None
     """The same, but only scores that are computed are counted: a token attends to itself and those before it, or in its
     window."""
-    tflops_per_device_causal: float
+    tflops_per_device_causal: Amount
     """FLOPs of the model in a second and device, in 10^12, counted as for `mfu_causal`."""
 
 
 class PredictedPart(Speed):
     """PredictedPart cost of a strategy."""
 
-    interval_s: tuple[float, float] | None
+    interval_s: tuple[Amount, Amount] | None
     """Bounds that contain the measured seconds with the probability `interval_coverage`; null = not known."""
-    interval_coverage: float
+    interval_coverage: Amount
     """That probability, in [0, 1]."""
-    bubble_ratio: float
+    bubble_ratio: Amount
     """Idle time / (pipeline ranks x makespan), in [0, 1]."""
-    peak_memory_bytes: float
+    peak_memory_bytes: Amount
     """Bytes of the fullest rank; 0 = not predicted."""
     breakdown: BreakdownObject
     """Seconds of the busiest pipeline rank by their cause; they add up to the iteration."""
@@ -332,7 +318,6 @@ class RankedEntry(ClosedModel):
     decision: DecisionPart | None
     """Days, price, energy and goodput; null = no flag of a training is given, or no strategy that runs."""
     feasible: bool
-    """Whether it can run."""
     reason: str | None
     """Why it cannot run; null where it can."""
 
@@ -347,13 +332,10 @@ class SearchPart(ClosedModel):
     """Numbers of strategies in the steps of the search."""
 
     considered: int
-    """Strategies of the whole space."""
     rejected: dict[str, int]
     """How many strategies each rule was the first to reject."""
     priced: int
-    """Strategies that were priced in closed form."""
     simulated: int
-    """Strategies that were priced on their schedule."""
     proven: bool
     """Whether no other strategy can be more than 1 % faster than the winner, under this model."""
     could_save: float
@@ -364,9 +346,7 @@ class LaunchPart(ClosedModel):
     """Command and files that launch the winner."""
 
     command: str | None
-    """Its command; null = there is none."""
     files: list[str]
-    """Files that were written."""
     why_not: str | None
     """Why there is no command; null where there is one."""
 
@@ -378,7 +358,6 @@ class Document(ClosedModel):
     model: ModelPart
     cluster: ClusterPart
     software: str
-    """The trainer that is predicted."""
     precision: str
     """Type of matrix products: `bf16`, `fp16` or `fp32`."""
     global_batch_size: int | None
@@ -408,13 +387,10 @@ class RankDocument(Ranking):
     trainers: list[TrainerPart]
     """Other trainers for the same question; empty on CPUs, or with `--no-rivals`."""
     advice: AdvicePart
-    """Possible changes, and doubts; the notes have them in words."""
     search: SearchPart
-    """Numbers of strategies in the steps of the search."""
     why_none: str | None
     """Why no strategy can run; null where one can."""
     launch: LaunchPart
-    """Command and files that launch the winner."""
 
 
 class PredictDocument(Ranking):
@@ -428,7 +404,6 @@ class Cut(Speed):
 
     num_token_slices: int
     token_slices: list[int]
-    """Their lengths in tokens."""
     speedup: float | None
     """Seconds with whole sequences / seconds with these token slices; null = whole sequences were not priced."""
 
@@ -438,9 +413,7 @@ class TokenSlicesDocument(Document):
 
     command: Literal["slices"] = "slices"
     strategy: StrategyObject
-    """The given strategy."""
     best: Cut
-    """The best token slices."""
     curve: list[Cut]
     """The best token slices of each number that was priced."""
     flags: str
@@ -451,11 +424,9 @@ class TrialResult(ClosedModel):
     """A strategy that was run, and its predictions."""
 
     trial_id: str
-    """Its name in the file of trials."""
     strategy: StrategyObject
     """The strategy, its token slices and stages written out."""
     iteration_time_s: float | None
-    """Measured seconds of one iteration; null = it failed."""
     peak_memory_bytes: float | None
     """Measured bytes of the fullest device; null = not measured."""
     out_of_memory: bool | None

@@ -19,16 +19,18 @@ from megatron_terapipe.page.document import (
 )
 from megatron_terapipe.search.answer.answer import TIME_NAMES, compare, runners_up
 from megatron_terapipe.search.answer.figures import (
+    LEFT,
     bytes_text,
     decision_texts,
+    heading,
     interval_text,
     numbers_text,
+    rows_of,
     share_text,
     strategy_text,
     time_text,
 )
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry
-from megatron_terapipe.search.answer.table import LEFT, heading, rows_of
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy

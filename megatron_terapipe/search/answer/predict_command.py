@@ -7,6 +7,7 @@ from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
+from megatron_terapipe.search.answer.figures import print_table
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_cost_flags,
@@ -20,7 +21,6 @@ from megatron_terapipe.search.answer.flags import (
 )
 from megatron_terapipe.search.answer.json_documents import PredictDocument
 from megatron_terapipe.search.answer.output_files import write_document
-from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.search import predict_one, ranked_in_order, with_batch
 

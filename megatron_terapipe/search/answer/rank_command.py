@@ -16,7 +16,7 @@ from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
-from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
+from megatron_terapipe.search.answer.figures import bytes_text, print_table, strategy_text, time_text
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_constraint_flags,
@@ -34,7 +34,6 @@ from megatron_terapipe.search.answer.flags import (
 from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.answer.other_trainers import other_trainers, trainer_notes
 from megatron_terapipe.search.answer.output_files import script_command, write_document, write_files
-from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.answer.what_if import Question, advice_notes, advise, distance_text, remedies_text
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
 from megatron_terapipe.search.learn.costs import costs_of

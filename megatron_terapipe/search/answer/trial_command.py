@@ -1,18 +1,31 @@
 """`trial`: run the best strategies for real, record them, and learn from them."""
 
 import argparse
+import json
+import os
+import re
 import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_trainable
+from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
@@ -27,18 +40,15 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_strategies,
 )
-from megatron_terapipe.search.answer.json_documents import TrialDocument
-from megatron_terapipe.search.answer.output_files import write_document
-from megatron_terapipe.search.answer.trial_runs import (
-    Journal,
-    PendingTrial,
-    TrialSettings,
-    default_trainer,
-    print_trials,
-    run_strategy,
-    trial_document,
-)
+from megatron_terapipe.search.answer.json_documents import Errors, PredictedPart, TrialDocument, TrialResult
+from megatron_terapipe.search.answer.output_files import Launch, launch_of, write_document
 from megatron_terapipe.search.learn.costs import Costs, costs_of
+from megatron_terapipe.search.learn.scores import relative_errors, spearman, top1_regret
+from megatron_terapipe.search.learn.trials import GIBIBYTE, Trial, read_trials
+from megatron_terapipe.search.machine.cluster import cluster_document, model_document
+from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
@@ -56,6 +66,355 @@ examples:
   %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --rounds 3 --trials trials.jsonl
 
 Read on: docs/how-to/search.md."""
+
+
+WARM_UP_ITERATIONS = 3
+"""Iterations that are slower than the rest: the first makes the optimizer's state, the next ones the allocator's."""
+
+MEMORY_WORDS = ("out of memory", "outofmemory", "can't allocate memory", "cannot allocate memory")
+"""Messages of CUDA, torch's allocators and the operating system when memory runs out, in lower case."""
+
+HOST_PREFIX = re.compile(r"^[\w.-]+: (?=(error|[\w.]+(Error|Exception)): )")
+"""Name of a host that pdsh puts before a line about an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Result of a run."""
+
+    iteration_time_s: float | None
+    """Median seconds of the iterations after the warm-up; None = it failed."""
+    peak_memory_bytes: float | None = None
+    """Bytes of the fullest rank; None = the run ended before its measurement."""
+    out_of_memory: bool = False
+    reason: str | None = None
+    """Why it failed, in one line; None if it did not."""
+
+    def in_words(self) -> str:
+        """Return the result in one line."""
+        if self.iteration_time_s is None:
+            return f"failed: {'out of memory; ' if self.out_of_memory else ''}{self.reason}"
+        peak = "" if self.peak_memory_bytes is None else f", {self.peak_memory_bytes / 2**30:.2f} GiB"
+        return f"measured {self.iteration_time_s:.4g} s{peak}"
+
+
+def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -> Outcome:
+    """Read the outcome of a run. One that has done all its iterations is measured, however it ended."""
+    times, peaks = read_metrics(metrics)
+    peak = max(peaks, default=None)
+    if times and (exit_code == 0 or len(times) >= iterations):
+        # Of a short run, its later half.
+        steady = times[min(WARM_UP_ITERATIONS, len(times) // 2) :]
+        return Outcome(iteration_time_s=median(steady), peak_memory_bytes=peak)
+    lowered = output.lower()
+    # The operating system kills a rank when memory runs out.
+    killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
+    return Outcome(
+        iteration_time_s=None,
+        peak_memory_bytes=peak,
+        out_of_memory=killed or any(words in lowered for words in MEMORY_WORDS),
+        reason=failure(exit_code, output),
+    )
+
+
+def over_rounds(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the result of several runs: the median of those that were measured, if any was."""
+    measured = [each for each in outcomes if each.iteration_time_s is not None]
+    if not measured:
+        return outcomes[-1]
+    peaks = [each.peak_memory_bytes for each in measured if each.peak_memory_bytes is not None]
+    return Outcome(
+        iteration_time_s=median(each.iteration_time_s or 0.0 for each in measured),
+        peak_memory_bytes=max(peaks, default=None),
+    )
+
+
+def read_metrics(path: Path) -> tuple[list[float], list[float]]:
+    """Seconds of each iteration, and peak bytes where they were measured, of a metrics file."""
+    times, peaks = [], []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue  # The run died while it wrote.
+            if "iteration_time_s" in values:
+                times.append(float(values["iteration_time_s"]))
+                peaks += [float(peak) for peak in values.get("peak_memory_bytes") or ()]
+    return times, peaks
+
+
+def failure(exit_code: int, output: str) -> str:
+    """Reason for a failed run: our own line, or the last line of a traceback, or the exit code."""
+    # Over several hosts, each line begins with the name of its host.
+    lines = [HOST_PREFIX.sub("", line.strip()) for line in output.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and " " in line]
+    # After a launcher's prefix, such as [rank0]:
+    reasons = ours or raised or [f"it ended with exit code {exit_code}"]
+    return reasons[-1][:300]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialSettings:
+    """How strategies are run."""
+
+    iterations: int
+    timeout_s: float
+    """After which a run is ended and counts as failed."""
+    trainer: Path
+    flags: tuple[str, ...] = ()
+    """More flags for it; without data among them, tokens are random."""
+    keep: Path | None = None
+    """Directory that keeps files and logs of each run; None = none is kept."""
+
+
+def default_trainer() -> Path:
+    """`pretrain_gpt.py` of this checkout, else in the current directory."""
+    for folder in (Path(__file__).parents[3], Path.cwd()):
+        if (folder / "pretrain_gpt.py").is_file():
+            return folder / "pretrain_gpt.py"
+    raise ConfigError(
+        "pretrain_gpt.py is neither next to the package nor in the current directory: name it by --trainer"
+    )
+
+
+def run_strategy(strategy: Strategy, problem: SearchProblem, settings: TrialSettings, *, name: str) -> Outcome:
+    """Run a strategy for a few iterations and return the result."""
+    launch = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
+    # Other hosts must see the folder, too, as they see the current one.
+    with TemporaryDirectory(prefix="trial-", dir=Path.cwd() if launch.many_nodes else None) as scratch:
+        directory = Path(scratch) if settings.keep is None else settings.keep / name
+        launch.write(str(directory))
+        metrics = directory / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        words = command(launch, directory, settings, metrics)
+        if launch.many_nodes:
+            check_remote_words(words, directory)
+        hosts = [node.name for node in launch.nodes] if launch.many_nodes else []
+        exit_code, output = run_launcher(words, directory, settings.timeout_s, hosts=hosts, on_cpu=launch.on_cpu)
+        if exit_code is None:
+            return Outcome(iteration_time_s=None, reason=f"it took longer than {settings.timeout_s:g} s")
+        outcome = outcome_of(exit_code, output, metrics, iterations=settings.iterations)
+        if outcome.iteration_time_s is None and "error: " in output and not outcome.out_of_memory:
+            # What the trainer refuses at once is our mistake, not a property of the strategy.
+            raise ConfigError(f"the trainer refused {name}: {failure(exit_code, output)}")
+        return outcome
+
+
+def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: Path) -> list[str]:
+    """Return the words of the launch command."""
+    has_data = any(flag in settings.flags for flag in ("--data-path", "--train-data-path", "--mock-data"))
+    return [
+        *(launcher(), *launch.where(str(directory)), "--master_port", str(free_port()), str(settings.trainer)),
+        *launch.trainer_flags(str(directory)),
+        *("--train-iters", str(settings.iterations), "--eval-iters", "0", "--log-interval", "1"),
+        *("--metrics-file", str(metrics)),
+        *([] if has_data else ["--mock-data"]),
+        *settings.flags,
+    ]
+
+
+def run_launcher(
+    words: Sequence[str], directory: Path, timeout_s: float, *, hosts: Sequence[str] = (), on_cpu: bool
+) -> tuple[int | None, str]:
+    """Run a command, and return its exit code, None if it took too long, and its output."""
+    log = directory / "log.txt"
+    with log.open("w") as output:
+        options = {"env": variables(on_cpu=on_cpu), "cwd": directory, "stdout": output, "stderr": subprocess.STDOUT}
+        with supervised(words, hosts, **options) as process:
+            try:
+                code: int | None = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
+    return code, log.read_text(errors="replace")
+
+
+def explicit(strategy: Strategy, workload: Workload) -> Strategy:
+    """Return a strategy with explicit token slices and stages: equal for two that run the same."""
+    return replace(
+        strategy,
+        token_slices=strategy.cut(workload.seq_length).lengths,
+        stage_partition=tuple(workload.partition(strategy.stage_partition, strategy.num_stages).bounds),
+        global_batch_size=strategy.num_sequences,
+    )
+
+
+SOURCE = "terapipe-trial"
+
+
+class PendingTrial(NamedTuple):
+    """A strategy to run."""
+
+    trial_id: str
+    strategy: Strategy
+    runs: list[Outcome]
+    """Of the rounds before an interruption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """The trials of one question in a file."""
+
+    path: Path
+    """The file; others' trials in it stay."""
+    problem: SearchProblem
+    """Model, cluster, precision and batch; the trainer can build the model."""
+
+    @property
+    def group(self) -> str:
+        """Name of the trials that are ranked together: model, cluster, precision, batch."""
+        asked = self.problem
+        model = sha256(json.dumps(self._model, sort_keys=True).encode()).hexdigest()[:8]
+        return (
+            f"{asked.workload.name} ({model}) on {asked.cluster.name}, {asked.precision}, "
+            f"batch {asked.global_batch_size}"
+        )
+
+    def trials(self) -> list[Trial]:
+        """Trials of this group in the file."""
+        if not self.path.exists() or not read_text(self.path, "--trials").strip():
+            return []
+        return [trial for trial in read_trials(self.path) if (trial.source, trial.group) == (SOURCE, self.group)]
+
+    def pending(self, strategies: Iterable[Strategy], rounds: int = 1) -> list[PendingTrial]:
+        """Return the strategies that were not run yet, or in too few rounds, each once."""
+        trials = self.trials()
+        known = {self._key(trial.strategy): trial for trial in trials}
+        found: dict[object, PendingTrial] = {}
+        for strategy in strategies:
+            key = self._key(strategy)
+            trial = known.get(key)
+            if trial is None:
+                found.setdefault(key, PendingTrial(f"trial-{len(trials) + len(found) + 1}", strategy, []))
+            elif 0 < len(trial.round_times_s) < min(trial.rounds, rounds):
+                failure = str(trial.ignored.get("measured.reason", "it failed"))
+                runs = [
+                    Outcome(
+                        iteration_time_s=time_s,
+                        peak_memory_bytes=trial.peak_memory_bytes,
+                        out_of_memory=time_s is None and bool(trial.out_of_memory),
+                        reason=failure if time_s is None else None,
+                    )
+                    for time_s in trial.round_times_s
+                ]
+                found[key] = PendingTrial(trial.id, strategy, runs)
+        return list(found.values())
+
+    def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:
+        """Add a line with a trial; `runs`: one for each round that was run."""
+        outcome, cluster = over_rounds(runs), self.problem.cluster
+        measured: dict[str, Any] = {"iteration_time_s": outcome.iteration_time_s}
+        if outcome.reason is not None:
+            measured["reason"] = outcome.reason
+        if rounds > 1:
+            measured |= {"rounds": rounds, "round_times_s": [each.iteration_time_s for each in runs]}
+        if (peak := outcome.peak_memory_bytes) is not None:
+            measured |= {"peak_memory_bytes": peak, "peak_memory_gb": round(peak / GIBIBYTE, 3)}
+        measured["out_of_memory"] = outcome.out_of_memory
+        document = {
+            "source": SOURCE,
+            "id": trial_id,
+            "group": self.group,
+            "software": TERAPIPE.name,
+            "precision": self.problem.precision,
+            "model": self._model,
+            "cluster": cluster_document(cluster.nodes, cluster.name or "cluster"),
+            "strategy": explicit(strategy, self.problem.workload).to_json(),
+            "measured": measured,
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(document, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"--trials {self.path} cannot be written ({error.strerror}): name another") from None
+
+    def _key(self, strategy: Strategy) -> Strategy:
+        """Return the same key for strategies that run the same."""
+        return replace(explicit(strategy, self.problem.workload), placement=None)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        assert self.problem.workload.config is not None, "checked by the command"
+        return model_document(self.problem.workload.config)
+
+
+def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> TrialDocument:
+    """Return the answer of `trial` as a document."""
+    trials = journal.trials()
+    measured = [trial for trial in trials if trial.iteration_time_s is not None]
+    # What a search with --calibrate on this file predicts.
+    calibrated = costs.calibrated_on(trials) if measured else None
+    entries = [
+        TrialResult(
+            trial_id=trial.id,
+            strategy=trial.strategy.to_json(),
+            iteration_time_s=trial.iteration_time_s,
+            peak_memory_bytes=trial.peak_memory_bytes,
+            out_of_memory=trial.out_of_memory,
+            predicted=_predicted(trial, journal, costs),
+            calibrated=None if calibrated is None else _predicted(trial, journal, calibrated),
+        )
+        for trial in trials
+    ]
+    done = [(entry.iteration_time_s, entry) for entry in entries if entry.iteration_time_s is not None]
+    return TrialDocument(
+        **question(journal.problem, journal.problem.global_batch_size),
+        notes=list(notes),
+        trials=str(journal.path),
+        entries=entries,
+        errors=_errors([(time_s, entry.predicted) for time_s, entry in done]),
+        errors_calibrated=_errors([(time_s, entry.calibrated) for time_s, entry in done if entry.calibrated]),
+    )
+
+
+def print_trials(document: TrialDocument) -> None:
+    """Print the trials, fastest first, and the errors of their predictions."""
+    measured = [(entry.iteration_time_s, entry) for entry in document.entries if entry.iteration_time_s is not None]
+    if not measured:
+        print("nothing was measured")
+        return
+    print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
+    for time_s, entry in sorted(measured, key=lambda each: each[0]):
+        cells = [_beside(time_s, predicted) for predicted in (entry.predicted, entry.calibrated)]
+        print(f"{time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(entry.strategy)}")
+    for name, errors in (("before", document.errors), ("calibrated on them", document.errors_calibrated)):
+        if errors is not None:
+            words = [f"mean error {errors.mean_error:.1%}"]
+            if errors.spearman is not None:
+                words.append(f"Spearman {errors.spearman:.2f}")
+            if errors.top1_regret is not None:
+                words.append(f"the one predicted best is {errors.top1_regret:.1%} slower than the best")
+            print(f"{name}: {', '.join(words)}")
+    print(f"{document.trials} has {len(document.entries)} trials of this question")
+
+
+def _predicted(trial: Trial, journal: Journal, costs: Costs) -> PredictedPart:
+    pricing = costs.pricing_on(journal.problem.cluster)
+    prediction = costs.with_interval(trial.strategy, pricing.predict(trial.strategy), pricing)
+    return predicted_part(journal.problem, trial.strategy, prediction)
+
+
+def _errors(pairs: Sequence[tuple[float, PredictedPart]]) -> Errors | None:
+    """Return the errors of predictions of measured seconds; None for no trials."""
+    measured = np.array([time_s for time_s, _ in pairs])
+    predicted = np.array([each.iteration_time_s for _, each in pairs])
+    if not pairs:
+        return None
+    return Errors(
+        mean_error=float(np.mean(np.abs(relative_errors(measured, predicted)))),
+        spearman=spearman((measured, predicted)),
+        top1_regret=top1_regret((measured, predicted)),
+    )
+
+
+def _beside(measured_s: float, predicted: PredictedPart | None) -> str:
+    if predicted is None:
+        return ""
+    return f"{predicted.iteration_time_s:.4g} ({predicted.iteration_time_s / measured_s - 1:+.0%})"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@
   arXiv 2304.11277 sections 3 and 4; torchtitan). Weights of a layer are gathered before its forward and again before
   its backward, one layer ahead, and gradients are reduced in fp32 under the layer before.
 - `alst`: DeepSpeed's ZeRO 3 with sequence-parallel ranks, transformers' layers and Liger's kernels (arXiv 2410.10989),
-  which has no pipeline: `rank/rivals.py` compares it with a ranking. Bekman et al., arXiv 2506.13996; ArcticTraining,
+  which has no pipeline: `answer/other_trainers.py` prices it. Bekman et al., arXiv 2506.13996; ArcticTraining,
   `projects/sequence-parallelism` and `monkey_patches.py`; DeepSpeed 0.19.8, `runtime/sequence_parallel/ulysses_sp.py`.
 - `megatron-core`: Megatron-core with Transformer Engine as NVIDIA runs it since 2024. Its user guide (overlaps), the
   guide of Transformer Engine 2.x (LayerNormLinear, attention by cuDNN), NeMo's guide (tensor-parallel overlap).

@@ -23,12 +23,13 @@ from megatron_terapipe.search.answer.figures import (
     count_text,
     model_flops,
     numbers_text,
+    print_table,
+    rows_of,
     time_text,
 )
 from megatron_terapipe.search.answer.json_documents import PredictDocument
 from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_files
 from megatron_terapipe.search.answer.page import render_page
-from megatron_terapipe.search.answer.table import print_table, rows_of
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.search.rank.space import SearchProblem

@@ -10,9 +10,9 @@ import rich.console
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training, add_training_flags, training_of
+from megatron_terapipe.search.answer.figures import print_table
 from megatron_terapipe.search.answer.json_documents import AdvicePart, FewerDevicesPart
 from megatron_terapipe.search.answer.page import render_page
-from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.answer.what_if import advice_notes
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.answer.trial_runs import Journal, Outcome
+from megatron_terapipe.search.answer.trial_command import Journal, Outcome
 from megatron_terapipe.search.learn.calibration import FACTORS, calibrate_on_profile, no_calibration
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
 from megatron_terapipe.search.learn.costs import Costs

@@ -6,8 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_terapipe.run_report.page import render_report
-from megatron_terapipe.run_report.report import read_report, report_document
-from megatron_terapipe.run_report.text import summary
+from megatron_terapipe.run_report.report import read_report, report_document, summary
 from tests.faults.fuzzing.target import Target
 from tests.run_report.made_up import whole_run, write_answer, write_timeline
 

@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.machine.cluster_files import parse_cluster
-from megatron_terapipe.search.machine.trainers import ALST
-from megatron_terapipe.search.price.cost_model import CostModel, Pricing
-from megatron_terapipe.search.price.memory import default_overheads
-from megatron_terapipe.search.price.workload import Workload, gpt_workload
-from megatron_terapipe.search.price.workload_files import read_workload
-from megatron_terapipe.search.rank.rivals import (
+from megatron_terapipe.search.answer.other_trainers import (
     Rival,
     all_strategies,
     best_rival,
@@ -28,6 +21,13 @@ from megatron_terapipe.search.rank.rivals import (
     rival_memory,
     rival_time,
 )
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.machine.trainers import ALST
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing
+from megatron_terapipe.search.price.memory import default_overheads
+from megatron_terapipe.search.price.workload import Workload, gpt_workload
+from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.model.configs import model_config

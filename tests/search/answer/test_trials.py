@@ -10,15 +10,15 @@ import pytest
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.answer.output_files import launch_of
-from megatron_terapipe.search.answer.trial_runs import (
+from megatron_terapipe.search.answer.trial_command import (
     Journal,
     Outcome,
     TrialSettings,
-    _run,
     command,
     explicit,
     outcome_of,
     over_rounds,
+    run_launcher,
 )
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
@@ -167,6 +167,6 @@ def test_the_command_is_that_of_the_search_with_few_iterations(tmp_path: Path) -
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     begun = time.monotonic()
     program = "import time; print('hello', flush=True); time.sleep(60)"
-    code, output = _run([sys.executable, "-c", program], tmp_path, 1.0, on_cpu=True)
+    code, output = run_launcher([sys.executable, "-c", program], tmp_path, 1.0, on_cpu=True)
     assert (code, output) == (None, "hello\n")
     assert time.monotonic() - begun < 30
