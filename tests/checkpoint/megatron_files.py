@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from tests.distributed import run_distributed
 
 SEQ, ROWS, MICRO = 16, 4, 2
-BEFORE, AFTER = 5, 3
+BEFORE, AFTER = 5, 2
 """Updates before the checkpoint is written, and after."""
 VOCAB, DIVISIBLE_BY = 113, 8
 """Ids; the embedding has 120 rows on one tensor-parallel rank, and 128 on two."""

@@ -17,7 +17,7 @@ from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
 
 SEQ, VOCAB, ROWS = 16, 257, 4
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 2
 FLAGS = (
     f"--num-layers 3 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --seq-length {SEQ}"
     f" --vocab-size {VOCAB} --init-method-std 0.2 --micro-batch-size 2 --global-batch-size {ROWS} --train-iters 10"
@@ -30,7 +30,6 @@ FLAGS = (
 class Way:
     """One way to train the small GPT. All see the same samples in the same global batches."""
 
-    name: str
     world_size: int
     flags: str
 

@@ -44,8 +44,8 @@ CASES = {
         Case(MODELS["A-rope"], "torch", pipeline=2, virtual=2, transformer_engine=True),
         "--tensor-model-parallel-size 2",
     ),
-    "B, torch, tp 2": (Case(MODELS["B"], "torch", tensor=2, pipeline=2), SLICED),
-    "B, torch_dist": (Case(MODELS["B"], "torch_dist", tensor=2, pipeline=2), SLICED),
+    "B, torch, tp 2": (Case(MODELS["B"], "torch", tensor=2), SLICED),
+    "B, torch_dist": (Case(MODELS["B"], "torch_dist", tensor=2), SLICED),
     "B, torch_dist, bf16": (
         Case(MODELS["B"], "torch_dist", pipeline=2, bf16=True),
         "--bf16 --tensor-model-parallel-size 2",

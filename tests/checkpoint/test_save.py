@@ -24,7 +24,7 @@ from tests.checkpoint.damage import DAMAGE, kinds_of_file
 from tests.checkpoint.runs import Way, batches, info_of, run_of, save_checkpoint
 from tests.distributed import run_distributed
 
-WAYS = [Way("whole", 1, "--zero-stage 0"), Way("partitioned", 2, "--zero-stage 1")]
+WAYS = [Way(1, "--zero-stage 0"), Way(2, "--zero-stage 1")]
 
 
 def _save(way: Way, folder: str, iterations: list[int], keep_last: int | None, with_optimizer: bool) -> None:
