@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
@@ -90,6 +90,7 @@ def default_of(name: str) -> Any:
 def _flags() -> Iterator[Flag]:
     for section, section_class in sections().items():
         hints, texts = get_type_hints(section_class), field_texts(section_class)
+        choices = choices_of(section_class)  # type: ignore[arg-type]  # a class is hashable
         for declared in fields(section_class):
             kind, repeated = _value_type(hints[declared.name])
             bounds = option_of(declared).bounds
@@ -99,7 +100,7 @@ def _flags() -> Iterator[Flag]:
                 kind=kind,
                 repeated=repeated,
                 default=declared.default,
-                choices=choices_of(hints[declared.name], declared),
+                choices=choices[declared.name],
                 help=texts[declared.name] + (f" {bounds[0].upper()}{bounds[1:]}." if bounds else ""),
                 option=option_of(declared),
             )
@@ -189,10 +190,17 @@ class CommandLine:
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Read words."""
     words = [_with_dashes(word) for word in argv]
-    line, parser = CommandLine(), new_parser()
-    _check_flags(words, ["--help", *add_trainer_flags(parser, line)])
-    parser.parse_args(words)
-    return line
+    parser = _parser()
+    _check_flags(words, parser._option_string_actions)
+    return parser.parse_args(words, namespace=CommandLine())
+
+
+@cache
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags, which takes longer to make than to use."""
+    parser = new_parser()
+    add_trainer_flags(parser)
+    return parser
 
 
 def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
@@ -261,17 +269,20 @@ def _words(meanings: Mapping[str, str | None]) -> Callable[[str], str | None]:
     return read
 
 
-class _Keep(argparse.Action):
-    """Hands the flag, as it was spelled, and its value to a function."""
-
-    def __init__(self, *, keep: Callable[[str, Any], None], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.keep = keep
+class _Set(argparse.Action):
+    """Sets a field of a command line, by the flag as it was spelled."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        assert option_string is not None
         # A frozen section can hold a tuple.
-        self.keep(option_string, self.const if self.nargs == 0 else tuple(values) if self.nargs == "+" else values)
+        value = self.const if self.nargs == 0 else tuple(values) if self.nargs == "+" else values
+        namespace.set(self.dest, option_string, value)
+
+
+class _Take(argparse.Action):
+    """Takes a flag of another trainer."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.take(option_string, values)
 
 
 _REMEDIES_FOR_FILES = {
@@ -317,24 +328,21 @@ def new_parser(epilog: str | None = None) -> argparse.ArgumentParser:
 
 
 def add_trainer_flags(
-    parser: argparse.ArgumentParser, line: CommandLine, *, without: Collection[str] = (), only: str | None = None
-) -> list[str]:
-    """Add the flags of the trainer to a parser, and return them.
+    parser: argparse.ArgumentParser, *, without: Collection[str] = (), only: str | None = None
+) -> None:
+    """Add the flags of the trainer to a parser, whose namespace is a `CommandLine`.
 
     Args:
         only: section whose flags are added, or `ACCEPTED`; None for all.
     """
-    known = []
     groups = {section: parser.add_argument_group(title_of(section)) for section in sections()}
     for each in flags():
         if each.name in without or only not in (None, each.section):
             continue
         for names, settings in spellings(each):
-            keep = partial(line.set, each.name)
-            groups[each.section].add_argument(*names, action=_Keep, dest=each.name, keep=keep, **settings)
-            known += names
+            groups[each.section].add_argument(*names, action=_Set, dest=each.name, **settings)
     if only not in (None, ACCEPTED):
-        return known
+        return
     group = parser.add_argument_group("Accepted", "Flags of other trainers that have no effect here.")
     for name, foreign in foreign_flags().flags.items():
         if foreign.verdict == "refused":
@@ -344,12 +352,10 @@ def add_trainer_flags(
             settings["nargs"] = foreign.takes
         if foreign.verdict == "accepted":
             settings |= {"help": f"{foreign.text.capitalize()}.", "metavar": "{" + ",".join(foreign.values) + "}"}
-        group.add_argument(name, action=_Keep, keep=line.take, **settings)
-        known.append(name)
-    return known
+        group.add_argument(name, action=_Take, **settings)
 
 
-def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
+def _check_flags(words: Sequence[str], known: Collection[str]) -> None:
     """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
     foreign = foreign_flags()
     given = {name for name, values in _flags_with_values(words) if (name, *values) not in DENSE}
@@ -381,7 +387,7 @@ def _flags_with_values(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, .
         yield name, (*((value,) if equals else ()), *words[start + 1 : end])
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
+def _hint(name: str, known: Collection[str]) -> str:
     # In torchtitan and NeMo a name has its section before it: --training.steps.
     name = f"--{name.removeprefix('--').rpartition('.')[2]}"
     other_names = foreign_flags().other_names
@@ -491,7 +497,7 @@ def add_flags_of(parser: argparse.ArgumentParser, group: str, *, without: Collec
         group: one of `groups()`, or "" for the flags that most runs need.
     """
     if group:
-        add_trainer_flags(parser, CommandLine(), without=without, only=None if group == ALL else group)
+        add_trainer_flags(parser, without=without, only=None if group == ALL else group)
         return
     by_name = {each.name: each for each in flags()}
     for title, names in MOST_USED.items():

@@ -6,6 +6,7 @@ under it is the help text. `option` adds other facts.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_terapipe.errors import ConfigError
@@ -102,11 +103,16 @@ def option_of(declared: Field[Any]) -> Option:
     return details
 
 
-def choices_of(hint: Any, declared: Field[Any]) -> tuple[str | int, ...]:
-    """Return the values that a field of this type accepts; empty if it accepts any."""
-    literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
-    listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
-    return option_of(declared).choices or tuple(listed)
+@cache
+def choices_of(section: Any) -> Mapping[str, tuple[str | int, ...]]:
+    """Return the values that each field of a section, a class, accepts; empty if it accepts any of its type."""
+    hints, found = get_type_hints(section), {}
+    for declared in fields(section):
+        hint = hints[declared.name]
+        literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
+        listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
+        found[declared.name] = option_of(declared).choices or tuple(listed)
+    return found
 
 
 def flag(name: str) -> str:
@@ -148,9 +154,9 @@ def with_value(name: str, value: object) -> str:
 
 def check_choices(section: Any) -> None:
     """Check each field of a section against the values that it accepts."""
-    hints = get_type_hints(type(section))
+    by_field = choices_of(type(section))  # type: ignore[arg-type]  # a class is hashable
     for declared in fields(section):
-        choices = choices_of(hints[declared.name], declared)
+        choices = by_field[declared.name]
         value = getattr(section, declared.name)
         if choices and value is not None and value not in choices:
             ending = option_of(declared).elsewhere.get(value)
