@@ -30,7 +30,6 @@ from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.learn.calibration import uncalibrated
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, propose
 from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency
-from megatron_terapipe.search.learn.trainers_file import read_trainers
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.learn.validation import (
     PredictedTrial,
@@ -39,6 +38,7 @@ from megatron_terapipe.search.learn.validation import (
     predict_trials,
     summary,
 )
+from megatron_terapipe.search.machine.trainer_files import read_trainers
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from megatron_terapipe.dimensions import Dimension, ordered_for
 from megatron_terapipe.search.answer.json_documents import DecisionPart, PredictedPart, RankedEntry, Ranking, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy

@@ -226,7 +226,7 @@ def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
 
 def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[SearchProblem, tuple[str, ...]]:
     """Return the model, cluster, trainer and batch that the flags name, and notes on assumptions."""
-    from megatron_terapipe.search.machine.trainers import find_software
+    from megatron_terapipe.search.machine.trainer_files import find_software
 
     workload = model_of(options)
     cluster, notes = cluster_of(options)

@@ -26,7 +26,7 @@ from megatron_terapipe.search.answer.what_if import FOUND_ORDER
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
 from megatron_terapipe.search.machine.hostfile import hostfile_text
 from megatron_terapipe.search.machine.launcher import SHELL_CHECK, check_remote_words
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 

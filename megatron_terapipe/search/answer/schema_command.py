@@ -54,7 +54,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         ),
         "trainers": FileFormat(
             "Trainers of trials, which `--trainers` of `terapipe search validate` reads.",
-            f"{_SEARCH}.learn.trainers_file:TrainersEntry",
+            f"{_SEARCH}.machine.trainer_files:TrainersEntry",
         ),
     }
 )

@@ -43,11 +43,11 @@ from megatron_terapipe.search.answer.flags import (
 from megatron_terapipe.search.answer.json_documents import Errors, PredictedPart, TrialDocument, TrialResult
 from megatron_terapipe.search.answer.output_files import Launch, launch_of, write_document
 from megatron_terapipe.search.learn.costs import Costs, costs_of
-from megatron_terapipe.search.learn.scores import relative_errors, spearman, top1_regret
 from megatron_terapipe.search.learn.trials import GIBIBYTE, Trial, read_trials
+from megatron_terapipe.search.learn.validation import relative_errors, spearman, top1_regret
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices

@@ -69,9 +69,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict trials, compare, and return 0."""
     _check(options)
-    from megatron_terapipe.search.learn.trainers_file import OF_PACKAGE, read_trainers
     from megatron_terapipe.search.learn.trials import read_trials
     from megatron_terapipe.search.learn.validation import folds_of, print_validation, validation_document
+    from megatron_terapipe.search.machine.trainer_files import OF_PACKAGE, read_trainers
 
     trainers = read_trainers(options.trainers) if options.trainers else OF_PACKAGE
     trials = [one for path in options.trials for one in read_trials(path, trainers)]

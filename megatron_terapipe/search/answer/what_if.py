@@ -52,7 +52,7 @@ from megatron_terapipe.search.answer.sensitivity import (
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import smallest_device_with
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.memory import SHARE_OF_HOST
 from megatron_terapipe.search.price.simulated_time import num_searched_ops

@@ -10,7 +10,7 @@ from megatron_terapipe.search.learn.cluster_calibrations import calibrated
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes

@@ -21,13 +21,13 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.trainers_file import OF_PACKAGE, Precision, Trainers
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import DeviceCount, DeviceOrName, NodeCount, parse_cluster
 from megatron_terapipe.search.machine.entries import Count, Entry, OrText, Text, fault, place, read_entry, short_for
 from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.trainers import LIKE, MEGATRON_LM, described_software
+from megatron_terapipe.search.machine.trainer_files import LIKE, OF_PACKAGE, Precision, Trainers, described_software
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.workload import IMBALANCE, Layer, Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import GptEntry
 from megatron_terapipe.strategy import Strategy

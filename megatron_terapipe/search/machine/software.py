@@ -1,8 +1,4 @@
-"""The form of a description of a trainer: facts that affect time or memory, and do not depend on the hardware.
-
-terapipe.py     this trainer
-trainers.py     others, all of them by name, and descriptions in files of users
-"""
+"""The form of a description of a trainer: facts that affect time or memory, and do not depend on the hardware."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace

@@ -140,7 +140,7 @@ def default_num_processes() -> int:
 
 
 def _measure_engine(report: Callable[[Any], None], sizes: MeasuredSizes) -> None:
-    from megatron_terapipe.search.measure.engine import measure_engine
+    from megatron_terapipe.search.measure.layers import measure_engine
 
     _join()
     budget_s = ENGINE_SHARE * sizes.budget_s

@@ -20,7 +20,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import OpSizes, OpTimes, ScaledTimes
 from megatron_terapipe.search.price.links import (

@@ -20,7 +20,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.simulate.arrays import OpColumns
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.activations import (
     Held,
     LayerMemory,

@@ -30,7 +30,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.machine.library import names_one_device
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, carried_by_network, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.price.profile import LayerShape, Profile, ProfiledLayer, ProfiledLink, sizes_measured_once
@@ -308,7 +308,7 @@ class MeasuredProfile:
 
 
 ENGINE_ZERO_STAGE = 1
-"""ZeRO stage that engines are measured under (`search.measure.engine`)."""
+"""ZeRO stage that engines are measured under (`search.measure.layers`)."""
 
 LEAST_S = 1e-7
 """Least seconds to start a message."""

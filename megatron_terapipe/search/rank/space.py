@@ -17,7 +17,7 @@ from megatron_terapipe.dimensions import Dimension, Tried
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import DIMENSIONS
 

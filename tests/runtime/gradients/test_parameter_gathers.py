@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.runtime.gradients import parameter_gathers
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 
 REPLICAS, PARTITION = 4, 60
 

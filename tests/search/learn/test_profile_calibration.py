@@ -17,7 +17,7 @@ from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.learn.validation import deal_groups, predict_in_folds, predict_trials
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import ProfileFactors
 from megatron_terapipe.search.price.profile import Profile, ProfiledLink, write_profile

@@ -8,9 +8,9 @@ import pytest
 from benchmarks import published
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.trainers_file import OF_PACKAGE, Trainers, read_trainers
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine import library
+from megatron_terapipe.search.machine.trainer_files import OF_PACKAGE, Trainers, read_trainers
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import Counted, MemoryModel

@@ -10,14 +10,20 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.learn import scores
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
-from megatron_terapipe.search.learn.scores import naive_memory_bytes, naive_time_s
 from megatron_terapipe.search.learn.validation import (
+    Group,
     deal_groups,
     folds_of,
+    mean,
+    naive_memory_bytes,
+    naive_time_s,
+    pair_accuracy,
     predict_in_folds,
     predict_trials,
+    relative_errors,
+    spearman,
+    top1_regret,
     validation_document,
 )
 from megatron_terapipe.search.price.workload import gpt_workload
@@ -180,14 +186,14 @@ def test_errors(words: list[str], said: str, tmp_path: Path, capsys: pytest.Capt
 INFINITE = float("inf")
 
 
-def group(measured: list[float], predicted: list[float]) -> scores.Group:
+def group(measured: list[float], predicted: list[float]) -> Group:
     return np.array(measured), np.array(predicted)
 
 
 def test_relative_errors() -> None:
     measured, predicted = group([1, 2, INFINITE], [1.1, 1.8, 9])
-    assert scores.relative_errors(measured, predicted) == pytest.approx([0.1, -0.1])
-    assert scores.mean([]) is None and scores.mean([1.0, None]) == 1.0
+    assert relative_errors(measured, predicted) == pytest.approx([0.1, -0.1])
+    assert mean([]) is None and mean([1.0, None]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -204,25 +210,25 @@ def test_relative_errors() -> None:
     ],
 )
 def test_rank_correlation(measured: list[float], predicted: list[float], expected: float | None) -> None:
-    assert scores.spearman(group(measured, predicted)) == (expected and pytest.approx(expected))
+    assert spearman(group(measured, predicted)) == (expected and pytest.approx(expected))
 
 
 def test_pairs() -> None:
     # 1.00 and 1.03 are too close; of the other two pairs one is in order.
-    assert scores.pair_accuracy([group([1.0, 1.03, 2.0], [1.5, 3.0, 2.0])], 0.05) == (2, pytest.approx(1.0 / 2))
-    assert scores.pair_accuracy([group([1.0, 1.03, 2.0], [1.5, 3.0, 2.0])], 0.0) == (3, pytest.approx(2.0 / 3))
-    assert scores.pair_accuracy([group([1.0, 2.0], [1.0, 1.0])], 0.05) == (1, pytest.approx(0.5 / 1))
+    assert pair_accuracy([group([1.0, 1.03, 2.0], [1.5, 3.0, 2.0])], 0.05) == (2, pytest.approx(1.0 / 2))
+    assert pair_accuracy([group([1.0, 1.03, 2.0], [1.5, 3.0, 2.0])], 0.0) == (3, pytest.approx(2.0 / 3))
+    assert pair_accuracy([group([1.0, 2.0], [1.0, 1.0])], 0.05) == (1, pytest.approx(0.5 / 1))
     # Of two failed runs nobody knows the order; either is slower than one that did not fail.
-    assert scores.pair_accuracy([group([1.0, INFINITE, INFINITE], [1.0, 2.0, 0.5])], 0.05) == (
+    assert pair_accuracy([group([1.0, INFINITE, INFINITE], [1.0, 2.0, 0.5])], 0.05) == (
         2,
         pytest.approx(1.0 / 2),
     )
-    assert scores.pair_accuracy([group([1, 2], [1, 2]), group([1, 2], [2, 1])], 0.05) == (2, 0.5)
-    assert scores.pair_accuracy([], 0.05) == (0, None)
+    assert pair_accuracy([group([1, 2], [1, 2]), group([1, 2], [2, 1])], 0.05) == (2, 0.5)
+    assert pair_accuracy([], 0.05) == (0, None)
 
 
 def test_regret() -> None:
-    assert scores.top1_regret(group([1.0, 1.2, 2.0], [5.0, 4.0, 6.0])) == pytest.approx(0.2)
-    assert scores.top1_regret(group([1.0, 1.2], [4.0, 4.0])) == pytest.approx(0.1)  # either, by chance
-    assert scores.top1_regret(group([1.0, 1.5, INFINITE], [5.0, 6.0, 4.0])) == pytest.approx(0.5)
-    assert scores.top1_regret(group([1.0], [1.0])) is None
+    assert top1_regret(group([1.0, 1.2, 2.0], [5.0, 4.0, 6.0])) == pytest.approx(0.2)
+    assert top1_regret(group([1.0, 1.2], [4.0, 4.0])) == pytest.approx(0.1)  # either, by chance
+    assert top1_regret(group([1.0, 1.5, INFINITE], [5.0, 6.0, 4.0])) == pytest.approx(0.5)
+    assert top1_regret(group([1.0], [1.0])) is None

@@ -12,7 +12,7 @@ from benchmarks.kernel_counts import LLAMA, SIZES, Both, kernels
 from benchmarks.measuring.counters import KernelCounter
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.machine.software import Operator, Operators
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.training import build_engine as trainer_engine
 from tests.distributed import run_distributed

@@ -10,11 +10,10 @@ from benchmarks import published
 from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.flags import TRAINERS
-from megatron_terapipe.search.learn.trainers_file import read_trainers
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import SOFTWARE, find_software
+from megatron_terapipe.search.machine.trainer_files import find_software, read_trainers
+from megatron_terapipe.search.machine.trainers import SOFTWARE, TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery

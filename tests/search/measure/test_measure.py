@@ -140,7 +140,7 @@ def test_every_class_of_links_between_nodes_is_timed() -> None:
 
 
 def engine() -> object:
-    from megatron_terapipe.search.measure import engine as measuring
+    from megatron_terapipe.search.measure import layers as measuring
 
     measuring.STEPS = 10**9
     return measuring.measure_engine(MODEL, "fp32", 2, budget_s=0.0)

@@ -6,8 +6,7 @@ from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, logit_limits
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
 from tests.search.price.machines import gpt

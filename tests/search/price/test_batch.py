@@ -11,8 +11,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.program import reductions
 from megatron_terapipe.search.machine.software import Communication, Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE, TERAPIPE
 from megatron_terapipe.search.price import simulated_time as playing
 from megatron_terapipe.search.price.closed_form import lower_bound, pipeline_time, round_trip_bound, total_s
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency

@@ -11,8 +11,7 @@ from deepspeed_ext.plan.costs import TransferCosts
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.batch import StrategyBatch, StrategyBatches, batch_key
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved

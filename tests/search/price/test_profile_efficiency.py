@@ -7,7 +7,7 @@ import pytest
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.library import device
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.links import (
     BoundaryLinks,
     ClusterTable,

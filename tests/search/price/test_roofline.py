@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron_terapipe.devices import DEVICES, GENERATION_NAMES, Device
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.software import AttentionKernel, Software
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.efficiency import (
     AS_AN_A100,
     GENERATIONS,

@@ -17,8 +17,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.rank.token_slices import ExtrapolatedSchedule, TabulatedCosts, solve_cut

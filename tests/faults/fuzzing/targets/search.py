@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_terapipe.search.answer.flags import read_strategies
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.machine.cluster_files import read_cluster_with_notes
-from megatron_terapipe.search.machine.trainers import find_software
+from megatron_terapipe.search.machine.trainer_files import find_software
 from megatron_terapipe.search.price.profile import profile_to_json, read_profile
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.strategy import Strategy
