@@ -1,11 +1,12 @@
-"""Training continues from a folder of Hugging Face: the first step, in token slices on two ranks, has the loss and the
-gradients of transformers' own autograd.
+"""Training continues from a folder of Hugging Face: the first step, in token slices, has the loss and the gradients of
+transformers' own autograd.
 
 Gradients are turned into theirs by the rules of the weights, which are linear. An error is the norm of a tensor's
 difference over the norm of the tensor.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,89 +28,71 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 from tests.huggingface.tiny import TINY, tiny_model  # noqa: E402
 
 TOLERANCE = 1e-5
-WITH_EXPERTS = [
-    *("mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"),
-    *("qwen3_next-experts", "qwen3_5_moe"),
-]
-TRAINED = [
-    *("gpt2", "llama", "llama-tied-biased-wide-heads", "llama-3.1", "llama-yarn", "mistral", "qwen2", "qwen2-windows"),
-    *("qwen3", "gemma", "gemma2", "gemma3", "gemma3-scaled", "phi3", "olmo2", "smollm3", "granite", "gpt_neox"),
-    "phi3-longrope",
-    *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron", "falcon-7b", "falcon-40b"),
-    "falcon-11b",
-    *("opt", "gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
-    *("mamba2", "nemotron_h", "helium", "qwen3_next", "qwen3_5"),
-    *("hunyuan_v1_dense", "gptj", "phi", "cohere", "cohere2", "olmo"),
-]
-"""All models of each family with layers of their own kind. The others differ in names and sizes."""
-SHARED_BY_TENSOR_RANKS = [
-    *("gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "glm4_moe", "nemotron_h", "qwen3_next"),
-    *("qwen3_5", "gptj", "cohere", "olmo"),
-]
-"""One model for each order of the weights of a layer."""
+CUT = "--token-slices 13,1,7,11"
+BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
+    CUT: (
+        1,
+        [
+            *("mistral", "qwen2-windows", "gemma", "gemma2", "smollm3", "starcoder2", "stablelm-parallel", "nemotron"),
+            *("gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
+            *("helium", "hunyuan_v1_dense", "phi", "cohere2"),
+        ],
+    ),
+    # Tied and learned weights at both ends, windows by layer, norms side by side, and a state.
+    PP2: (2, ["llama-tied-biased-wide-heads", "opt", "gemma3-scaled", "falcon-40b", "mamba2"]),
+    # One model for each order of the weights of a layer.
+    TP2: (
+        2,
+        [
+            *("gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "nemotron_h", "qwen3_next"),
+            *("qwen3_5", "gptj", "cohere", "olmo"),
+        ],
+    ),
+    f"{CUT} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall": (
+        2,
+        [
+            *("mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"),
+            *("qwen3_next-experts", "qwen3_5_moe"),
+        ],
+    ),
+}
+"""Number of ranks, and models, by the flags of a layout."""
+LAYOUTS = {name: flags for flags, (_, names) in BY_LAYOUT.items() for name in names}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each tiny model, in files of some tensors each."""
     made = {}
-    for name in TRAINED + WITH_EXPERTS:
+    for name in LAYOUTS:
         made[name] = tmp_path_factory.mktemp(name)
         tiny_model(name).save_pretrained(made[name], max_shard_size="40KB")
     return made
 
 
 @pytest.fixture(scope="module")
-def on_two_stages(folders: dict[str, Path]) -> dict[str, list[Step]]:
-    """The first step of each model on two stages, rank after rank."""
-    return _steps(folders, TRAINED, PP2)
+def steps_of(folders: dict[str, Path]) -> Callable[[str], dict[str, tuple[Step, ...]]]:
+    """Return a function from the flags of a layout to the first step of its models, rank after rank."""
 
+    @cache
+    def launched(flags: str) -> dict[str, tuple[Step, ...]]:
+        ranks, names = BY_LAYOUT[flags]
+        return dict(
+            zip(names, run_each(partial(first_step, flags), ranks, [folders[name] for name in names]), strict=True)
+        )
 
-@pytest.fixture(scope="module")
-def on_two_tensor_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
-    """The first step of some models on two ranks that share each layer, rank after rank."""
-    return _steps(folders, SHARED_BY_TENSOR_RANKS, TP2)
-
-
-@pytest.fixture(scope="module")
-def on_two_expert_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
-    """The first step of models with experts on two stages, in each of which two replicas share the experts."""
-    return _steps(
-        folders, WITH_EXPERTS, f"{PP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", ranks=4
-    )
+    return launched
 
 
 def test_every_family_is_trained() -> None:
-    assert {TINY[name][0] for name in TRAINED + WITH_EXPERTS} == FAMILIES.keys()
+    assert {TINY[name][0] for name in LAYOUTS} == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_two_stages_with_four_token_slices(
-    folders: dict[str, Path], on_two_stages: dict[str, list[Step]], name: str
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_first_step_in_four_token_slices(
+    folders: dict[str, Path], steps_of: Callable[[str], dict[str, tuple[Step, ...]]], name: str
 ) -> None:
-    _check(name, folders[name], on_two_stages[name])
-
-
-@pytest.mark.parametrize("name", SHARED_BY_TENSOR_RANKS)
-def test_two_tensor_ranks_with_four_token_slices(
-    folders: dict[str, Path], on_two_tensor_ranks: dict[str, list[Step]], name: str
-) -> None:
-    _check(name, folders[name], on_two_tensor_ranks[name])
-
-
-@pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_two_stages_and_two_expert_ranks_with_four_token_slices(
-    folders: dict[str, Path], on_two_expert_ranks: dict[str, list[Step]], name: str
-) -> None:
-    _check(name, folders[name], on_two_expert_ranks[name])
-
-
-def _steps(folders: dict[str, Path], names: list[str], flags: str, ranks: int = 2) -> dict[str, list[Step]]:
-    found = run_each(partial(first_step, flags), ranks, [folders[name] for name in names])
-    return dict(zip(names, map(list, found), strict=True))
-
-
-def _check(name: str, folder: Path, steps: list[Step]) -> None:
+    folder, steps = folders[name], steps_of(LAYOUTS[name])[name]
     theirs = tiny_model(name)
     loss = _loss(theirs)
     loss.backward()
@@ -141,7 +124,7 @@ def _loss(theirs: Any) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def _as_theirs(family: Family, model: ModelConfig, steps: list[Step]) -> dict[str, torch.Tensor]:
+def _as_theirs(family: Family, model: ModelConfig, steps: tuple[Step, ...]) -> dict[str, torch.Tensor]:
     whole: dict[int, dict[str, torch.Tensor]] = {}
     for layer, name in {key: None for step in steps for key in step.gradients}:
         parts = [step.gradients[layer, name] for step in steps if (layer, name) in step.gradients]
