@@ -61,8 +61,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    """Add CLUSTER and the device of a hostfile."""
+def add_question_flags(parser: argparse.ArgumentParser, *, software: bool = False) -> None:
+    """Add MODEL, CLUSTER and the flags that change them or name sources of costs; `software`: also the trainer."""
+    add_model_flags(parser)
     group = parser.add_argument_group("cluster")
     group.add_argument("cluster", metavar="CLUSTER", help="JSON or YAML file of nodes, or a hostfile with --device")
     group.add_argument(
@@ -74,10 +75,6 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="use only a part of the cluster: its fastest nodes, whole ones, with N devices together at most",
     )
-
-
-def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the sources of costs."""
     group = parser.add_argument_group("costs")
     group.add_argument(
         "--precision",
@@ -95,19 +92,16 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         ),
     )
     calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
-
-
-def add_software_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names the trainer whose strategies are priced."""
-    parser.add_argument_group("trainer").add_argument(
-        "--software",
-        metavar="NAME",
-        default=TERAPIPE,
-        help=(
-            f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with the differences from one of these "
-            f"(default: {TERAPIPE}, this trainer)"
-        ),
-    )
+    if software:
+        parser.add_argument_group("trainer").add_argument(
+            "--software",
+            metavar="NAME",
+            default=TERAPIPE,
+            help=(
+                f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with the differences from one of "
+                f"these (default: {TERAPIPE}, this trainer)"
+            ),
+        )
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:

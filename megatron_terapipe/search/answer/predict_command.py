@@ -9,11 +9,8 @@ from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.figures import print_table
 from megatron_terapipe.search.answer.flags import (
-    add_cluster_flags,
-    add_cost_flags,
-    add_model_flags,
     add_progress_flag,
-    add_software_flag,
+    add_question_flags,
     check_count,
     problem_of,
     progress_bar,
@@ -36,10 +33,7 @@ Read on: docs/how-to/search.md."""
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    add_model_flags(parser)
-    add_cluster_flags(parser)
-    add_cost_flags(parser)
-    add_software_flag(parser)
+    add_question_flags(parser, software=True)
     add_training_flags(parser)
     group = parser.add_argument_group("strategies")
     group.add_argument(

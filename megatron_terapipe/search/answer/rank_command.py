@@ -18,13 +18,10 @@ from megatron_terapipe.search.answer.answer import compare, entries_of, ranking,
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.figures import bytes_text, print_table, strategy_text, time_text
 from megatron_terapipe.search.answer.flags import (
-    add_cluster_flags,
     add_constraint_flags,
-    add_cost_flags,
     add_headroom_flag,
-    add_model_flags,
     add_progress_flag,
-    add_software_flag,
+    add_question_flags,
     check_count,
     constraints_of,
     problem_of,
@@ -68,10 +65,7 @@ NUM_TRIALS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    add_model_flags(parser)
-    add_cluster_flags(parser)
-    add_cost_flags(parser)
-    add_software_flag(parser)
+    add_question_flags(parser, software=True)
     add_training_flags(parser)
     group = parser.add_argument_group("search")
     group.add_argument(

@@ -14,9 +14,7 @@ from megatron_terapipe.planning import DEVICE
 from megatron_terapipe.search.answer.answer import question
 from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.flags import (
-    add_cluster_flags,
-    add_cost_flags,
-    add_model_flags,
+    add_question_flags,
     check_count,
     problem_of,
     read_one_strategy,
@@ -47,8 +45,7 @@ SHOWN = 8  # lengths of a cut that the table shows; longer cuts end in dots
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
-    add_model_flags(parser)
-    add_cluster_flags(parser)
+    add_question_flags(parser)
     group = parser.add_argument_group("strategy")
     group.add_argument(
         "--strategy", metavar="FILE", required=True, help="JSON file of a strategy, or of an entry that rank wrote"
@@ -65,7 +62,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             "trainer needs)"
         ),
     )
-    add_cost_flags(parser)
     add_json_flag(parser.add_argument_group("output"), "the answer")
 
 

@@ -28,11 +28,9 @@ from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.flags import (
-    add_cluster_flags,
     add_constraint_flags,
-    add_cost_flags,
     add_headroom_flag,
-    add_model_flags,
+    add_question_flags,
     check_count,
     constraints_of,
     headroom_of,
@@ -419,9 +417,7 @@ def _beside(measured_s: float, predicted: PredictedPart | None) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
-    add_model_flags(parser)
-    add_cluster_flags(parser)
-    add_cost_flags(parser)
+    add_question_flags(parser)
     group = parser.add_argument_group("runs")
     group.add_argument(
         "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"

@@ -1,5 +1,4 @@
 from argparse import ArgumentParser, Namespace
-from types import SimpleNamespace
 
 import pytest
 
@@ -35,36 +34,24 @@ def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.Capt
     assert not shown.out
 
 
-def command_that_adds(monkeypatch: pytest.MonkeyPatch, add_flags: object, run: object) -> None:
-    found = SimpleNamespace(NAME="rank", HELP="ranks", EXAMPLES="", add_flags=add_flags, run=run)
-    monkeypatch.setattr(search_program, "import_module", lambda name: found if name.endswith(".rank_command") else None)
-
-
-def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def add_flags(parser: ArgumentParser) -> None:
-        flags.add_model_flags(parser)
-        flags.add_cluster_flags(parser)
-        flags.add_cost_flags(parser)
-
-    def run(options: Namespace) -> int:
-        workload = flags.model_of(options)
-        cluster, notes = flags.cluster_of(options)
-        print(workload.name, workload.seq_length, cluster.num_devices, flags.precision_of(options, cluster), len(notes))
-        return 0
-
-    command_that_adds(monkeypatch, add_flags, run)
+def test_a_question_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    flags.add_question_flags(parser)
     cluster = str(ROOT / "examples" / "clusters" / "p3.16xlarge-48.yaml")
-    assert main(["rank", "gpt3-13b", cluster, "--seq-length", "1024"]) == 0
-    assert capsys.readouterr().out == "gpt3-13b 1024 384 fp16 0\n"
     by_flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()
-    assert main(["rank", "-", cluster, *by_flags]) == 0
-    assert capsys.readouterr().out == "2x64 32 384 fp16 0\n"
-    assert main(["rank", "-", cluster, *by_flags[2:]]) == 2
+    for words, found in (
+        (["gpt3-13b", cluster, "--seq-length", "1024"], ("gpt3-13b", 1024, 384, "fp16")),
+        (["-", cluster, *by_flags], ("2x64", 32, 384, "fp16")),
+    ):
+        problem, notes = flags.problem_of(parser.parse_args(words), 8)
+        asked = problem.workload.name, problem.workload.seq_length, problem.cluster.num_devices, problem.precision
+        assert asked == found and not notes
+    batch = ["--global-batch-size", "8"]
+    assert main(["rank", "-", cluster, *by_flags[2:], *batch]) == 2
     assert capsys.readouterr().err == "error: MODEL -: num_layers must be given: add it\n"
-    assert main(["rank", "gpt3-13b", cluster, "--precision", "fp8"]) == 2
-    assert "--precision" in capsys.readouterr().err
-    assert main(["rank", "gpt3-13b", cluster, "--seq-len", "8"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for wrong in (["--precision", "fp8"], ["--seq-len", "8"]):
+        assert main(["rank", "gpt3-13b", cluster, *wrong, *batch]) == 2
+        assert wrong[0] in (printed := capsys.readouterr().err) and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(("device", "precision"), [("T4", "fp16"), ("A100", "bf16"), ("cpu-core", "fp32")])

@@ -46,10 +46,10 @@ def objective(partition: StagePartition, layers, num_micro_batches, cuts, blocki
     return enumerated(layers, partition.num_stages, num_micro_batches, cuts, blocking, allowed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_no_partition_is_better(data):
-    num_layers = data.draw(st.integers(1, 8))
+    num_layers = data.draw(st.integers(1, 10))
     num_stages = data.draw(st.integers(1, num_layers))
     num_micro_batches = data.draw(st.sampled_from([1, 2, 3, 8]))
     blocking = data.draw(st.booleans())
@@ -57,8 +57,14 @@ def test_no_partition_is_better(data):
     seed = data.draw(st.integers(0, 10**6))
     values = np.random.default_rng(seed)
     devices = data.draw(st.sampled_from([1, num_stages]))
-    layers = values.integers(0, 9, (devices, num_layers)) * 1.0
-    cuts = values.integers(0, data.draw(st.sampled_from([1, 6])), (max(num_stages - 1, 1), num_layers + 1)) * 1.0
+    shape = max(num_stages - 1, 1), num_layers + 1
+    if data.draw(st.booleans()):
+        layers = values.integers(0, 9, (devices, num_layers)) * 1.0
+        cuts = values.integers(0, data.draw(st.sampled_from([1, 6])), shape) * 1.0
+    else:
+        # Devices and cuts differ so much that a looser threshold buys a much smaller sum: the best lies in between.
+        layers = values.random((devices, 1)) * values.random((devices, num_layers)) ** 2
+        cuts = 3 * values.random(shape) ** 4
     allowed = None
     if data.draw(st.booleans()):
         allowed = values.random((num_stages, num_layers + 1, num_layers + 1)) < 0.8
@@ -85,18 +91,6 @@ def test_no_partition_is_better(data):
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ConfigError, match="3 layers on 4 stages: give between 1 and 3"):
         stage_times(np.ones(3), 4)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_best_of_many_thresholds(seed):
-    # Devices and cuts differ so much that a looser threshold buys a much smaller sum: the best lies in between.
-    values = np.random.default_rng(seed)
-    layers = values.random((4, 1)) * values.random((4, 11)) ** 2
-    cuts = 3 * values.random((3, 12)) ** 4
-    num_micro_batches = 2 + seed % 3
-    solved, objective_s = solve(times_with_cuts(layers, 4, cuts), num_micro_batches)
-    assert objective_s == pytest.approx(enumerated(layers, 4, num_micro_batches, cuts, False, None))
-    assert objective(solved, layers, num_micro_batches, cuts, False) == pytest.approx(objective_s)
 
 
 def slowest_s(times: np.ndarray, bounds: tuple[int, ...], model_chunks: int) -> float:
