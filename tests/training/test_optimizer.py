@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from torch import nn
 
 from megatron_terapipe.config import OptimizerConfig, TrainingConfig
 from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.optimizer import (
     LearningRateSchedule,
     apex_fused_adam,
@@ -19,7 +21,10 @@ from megatron_terapipe.training.optimizer import (
     set_step_sizes,
     weight_decay_at,
 )
+from tests.distributed import run_each
 from tests.model.configs import model_config
+from tests.training.equivalence.test_gpt_equivalence import expected_gradients
+from tests.training.gpt_runs import Key, Setup, _key, batches, run_of
 
 
 @pytest.mark.parametrize("of_heads", [False, True])
@@ -178,3 +183,36 @@ def test_from_config(length: dict[str, int], settings: dict[str, float], steps: 
 )
 def test_the_ends_of_the_model_may_have_rates_of_their_own(flags: dict[str, float], rates: tuple[float, float]) -> None:
     assert OptimizerConfig(lr=1.0, min_lr=0.1, **flags).ends == rates
+
+
+FLAGS = "--num-token-slices 4 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --decoupled-lr 1"
+RATE, OF_ENDS = 2.0, 32.0
+DECOUPLED = [
+    Setup(2, f"{FLAGS} --pipeline-model-parallel-size 2 --zero-stage 1"),
+    Setup(2, f"{FLAGS} --zero-stage 1 --untie-embeddings-and-output-weights"),
+    Setup(2, f"{FLAGS} --tensor-model-parallel-size 2"),
+]
+
+
+def moved(setup: Setup) -> dict[Key, np.ndarray]:
+    """How far one step moved each weight."""
+    run = run_of(setup)
+    engine = build_engine(run)
+    named = {_key(engine, name, each): each for name, each in engine.module.named_parameters()}
+    before = {key: each.detach().double().numpy().copy() for key, each in named.items()}
+    set_step_sizes(engine.optimizer, learning_rate=RATE, of_ends=OF_ENDS, weight_decay=0.0)
+    engine.train_batch(iter(batches(setup, run.layout.coordinate(run.launch.rank).data)))
+    return {key: before[key] - each.detach().double().numpy() for key, each in named.items()}
+
+
+def test_the_words_on_both_ends_move_by_their_own_rate() -> None:
+    for setup, ranks in zip(DECOUPLED, run_each(moved, 2, DECOUPLED), strict=True):
+        expected = expected_gradients(setup)[1]
+        untied = "--untie" in setup.flags
+        ends = {"layers.0.weight"} | ({next(name for name in expected if "linear.weight" in name)} if untied else set())
+        for found in ranks:
+            for (name, share, cut), distance in found.items():
+                size = 2 if "--tensor" in setup.flags else 1
+                gradient = expected[name] if cut is None else np.split(expected[name], size, axis=cut)[share]
+                wanted = gradient * (OF_ENDS if name in ends else RATE)
+                assert distance == pytest.approx(wanted, rel=1e-4, abs=1e-5), f"{name} in {setup}"
