@@ -91,6 +91,11 @@ NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "nu
         ("qwen3_next", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu", and our models have "silu"'),
         ("qwen3_5_text", {"num_experts": 8}, "sets num_experts to 8, and experts are not in this type of model"),
         ("mixtral", {"num_local_experts": 0}, "makes no model: --num-experts 0 is"),
+        (
+            "glm4_moe",
+            {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 6},
+            "sets topk_group to 4 and num_experts_per",
+        ),
         ("opt", {"do_layer_norm_before": False}, "sets do_layer_norm_before to false, and our models have true"),
         ("opt", {"hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512}, "word_embed_proj_dim to"),
     ],
