@@ -1,10 +1,16 @@
-"""The datasets of a run: which documents, which blend and in Megatron's very order, how many samples; random tokens."""
+"""The datasets of a run: which documents, which blend, how many samples, in Megatron's very order; random tokens.
 
+Samples are compared with the stream of tokens.
+"""
+
+import os
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import DataConfig
@@ -19,31 +25,193 @@ from megatron_terapipe.data.datasets import (
     split_ranges,
 )
 from megatron_terapipe.data.file_arrays import FileColumn, IndexCache
-from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.errors import DataError
+
+DatasetOf = Callable[..., IndexedDataset]
+
+lengths = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda each: sum(each) > 8)
+fixture_is_a_function = settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture
+def dataset_of(tmp_path_factory: pytest.TempPathFactory) -> DatasetOf:
+    """Return a function from document lengths to a dataset whose tokens are 0, 1, 2, ..."""
+
+    def build(*lengths: int) -> IndexedDataset:
+        prefix = tmp_path_factory.mktemp("dataset") / "numbers"
+        first = 0
+        with IndexedDatasetWriter(prefix, vocab_size=1 << 20) as writer:
+            for length in lengths:
+                writer.add_document(range(first, first + length))
+                first += length
+        return IndexedDataset(prefix)
+
+    return build
 
 
 @given(
-    weights=st.lists(st.integers(1, 50), min_size=1, max_size=5),
-    num_samples=st.integers(0, 300),
-    more=st.integers(0, 50),
+    lengths=lengths,
+    seq_length=st.integers(1, 8),
+    epochs=st.integers(1, 4),
+    seed=st.integers(0, 9),
 )
-@settings(deadline=None)
-def test_every_dataset_keeps_its_share_at_every_moment(weights: list[int], num_samples: int, more: int) -> None:
-    order = interleave([float(weight) for weight in weights], num_samples).dataset_index
-    assert len(order) == num_samples
-    for number, weight in enumerate(weights):
-        given_so_far = np.cumsum(order == number)
-        due = weight / sum(weights) * np.arange(1, num_samples + 1)
-        assert np.all(abs(given_so_far - due) <= max(1.0, len(weights) / 2))
-    longer = interleave([float(weight) for weight in weights], num_samples + more).dataset_index
-    assert longer[:num_samples].tolist() == order.tolist()
+@fixture_is_a_function
+def test_samples_are_the_stream_of_documents_and_each_epoch_visits_each_token_once(
+    dataset_of: DatasetOf, lengths: list[int], seq_length: int, epochs: int, seed: int
+) -> None:
+    indexed, tokens = dataset_of(*lengths), sum(lengths)
+    num_samples = (epochs * tokens - 1) // seq_length
+    documents = range(len(lengths))
+    dataset = GPTDataset(indexed, documents, seq_length=seq_length, num_samples=num_samples, seed=seed)
+    assert len(dataset) == num_samples
+    assert sorted(dataset.shuffle_index[:num_samples]) == list(range(num_samples))
+
+    orders = dataset.document_index.reshape(-1, len(lengths))
+    assert all(sorted(order) == list(documents) for order in orders)
+    stream = np.concatenate([indexed.run(document, 0, 10**6) for document in dataset.document_index])
+    for epoch in stream.reshape(-1, tokens):
+        assert sorted(epoch) == list(range(tokens))
+
+    for sample, stream_sample in enumerate(dataset.shuffle_index[:num_samples]):
+        start = stream_sample * seq_length
+        assert dataset[sample].tolist() == stream[start : start + seq_length + 1].tolist()
+        assert dataset[sample].dtype == np.int64
 
 
-def test_a_blend_draws_each_dataset_in_its_own_order() -> None:
-    letters = [[np.array([10 * dataset + sample]) for sample in range(4)] for dataset in range(2)]
-    blend = BlendedDataset(letters, interleave([3.0, 1.0], 5))
-    assert [int(blend[sample][0]) for sample in range(5)] == [0, 10, 1, 2, 3]
+@given(lengths=lengths, seed=st.integers(0, 9), short=st.integers(1, 20), longer=st.integers(0, 20))
+@fixture_is_a_function
+def test_a_longer_run_begins_with_the_samples_of_a_shorter(
+    dataset_of: DatasetOf, lengths: list[int], seed: int, short: int, longer: int
+) -> None:
+    indexed, documents = dataset_of(*lengths), range(len(lengths))
+    few, many = (
+        GPTDataset(indexed, documents, seq_length=5, num_samples=count, seed=seed) for count in (short, short + longer)
+    )
+    assert [few[sample].tolist() for sample in range(short)] == [many[sample].tolist() for sample in range(short)]
+
+
+def test_other_data_seed_or_length_has_another_cached_order(dataset_of: DatasetOf, tmp_path: Path) -> None:
+    one, other = dataset_of(5, 6, 7, 8), dataset_of(8, 7, 6, 5)
+    cache = IndexCache(tmp_path)
+    for indexed, documents, seq_length, seed in [
+        (one, range(4), 4, 1),
+        (other, range(4), 4, 1),
+        (one, range(1, 3), 4, 1),
+        (one, range(2, 4), 4, 1),
+        (one, range(4), 3, 1),
+        (one, range(4), 4, 2),
+    ]:
+        before = len(list(tmp_path.glob("*.json")))
+        kept, drawn = (
+            GPTDataset(indexed, documents, seq_length=seq_length, num_samples=9, seed=seed, cache=each)
+            for each in (cache, None)
+        )
+        assert [kept[sample].tolist() for sample in range(9)] == [drawn[sample].tolist() for sample in range(9)]
+        assert len(list(tmp_path.glob("*.json"))) == before + 1
+
+
+def test_only_the_documents_of_the_range_are_read(dataset_of: DatasetOf) -> None:
+    dataset = GPTDataset(dataset_of(9, 9, 9), range(1, 2), seq_length=4, num_samples=7, seed=0)
+    seen = {int(token) for sample in range(7) for token in dataset[sample]}
+    assert seen == set(range(9, 18))
+
+
+def test_tokens_beyond_32_bits_are_found(tmp_path: Path) -> None:
+    """Three documents of 2^31 - 1 tokens each, the most that the format takes, in a file of holes."""
+    prefix, longest, length = tmp_path / "long", 2**31 - 1, 1_000_000
+    with IndexedDatasetWriter(prefix, vocab_size=50257):
+        pass
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4)
+    lengths, offsets, bounds = [longest] * 3, [2 * longest * each for each in range(3)], range(4)
+    index = header + struct.pack("<3i", *lengths) + struct.pack("<3q", *offsets) + struct.pack("<4q", *bounds)
+    (tmp_path / "long.idx").write_bytes(index)
+    with (tmp_path / "long.bin").open("r+b") as data:
+        data.truncate(6 * longest)
+        for document in range(3):
+            data.seek(2 * ((document + 1) * longest - 1))  # the last token of each document
+            data.write(struct.pack("<H", 1000 + document))
+    indexed, epochs = IndexedDataset(prefix), 2
+    num_samples = (epochs * 3 * longest - 1) // length
+    dataset = GPTDataset(indexed, range(3), seq_length=length, num_samples=num_samples, seed=3, vocab_size=50257)
+    stream = {2**31 - 2 + place * longest: 1000 + int(each) for place, each in enumerate(dataset.document_index)}
+    assert max(stream) > 2**33
+    where = {int(each): sample for sample, each in enumerate(dataset.shuffle_index[:num_samples])}
+    for at, token in stream.items():
+        if at // length in where:
+            sample = dataset[where[at // length]]
+            assert sample[at % length] == token
+            assert sample.sum() == token  # and all else is a hole
+
+
+def test_an_id_beyond_the_vocabulary_is_found_when_its_sample_is_read(dataset_of: DatasetOf, tmp_path: Path) -> None:
+    indexed = dataset_of(5, 6)
+    whole, checked = (
+        GPTDataset(indexed, range(2), seq_length=5, num_samples=2, seed=0, vocab_size=size) for size in (11, 10)
+    )
+    assert sorted({int(token) for sample in range(2) for token in whole[sample]}) == list(range(11))
+    with pytest.raises(DataError) as raised:
+        [checked[sample] for sample in range(2)]
+    assert str(raised.value) == (
+        f"{indexed.prefix}.bin has the token id 10 at byte 40 (document 1), and the vocabulary has 10 ids from 0: "
+        "bring back the file that the run began with, and continue from the last checkpoint"
+    )
+    with open(f"{indexed.prefix}.bin", "r+b") as file:
+        file.write((-1).to_bytes(4, "little", signed=True))
+    with pytest.raises(DataError, match=r"has the token id -1 at byte 0 \(document 0\)"):
+        [whole[sample] for sample in range(2)]
+
+
+def test_an_order_that_changed_on_disk_is_refused(dataset_of: DatasetOf, tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path)
+    dataset = GPTDataset(dataset_of(5, 6), range(2), seq_length=5, num_samples=2, seed=0, cache=cache)
+    (order,) = tmp_path.glob("*-shuffle_index.npy")
+    with order.open("r+b") as file:
+        file.seek(-16, os.SEEK_END)
+        file.write(np.array([10**6, 10**6]).tobytes())
+    with pytest.raises(DataError, match=r"order of the samples of .* has changed since the start, and sample 0 is"):
+        dataset[0]
+
+
+def test_too_little_text_for_one_sample_is_refused_with_the_numbers(dataset_of: DatasetOf) -> None:
+    indexed = dataset_of(5, 3)
+    GPTDataset(indexed, range(2), seq_length=7, num_samples=3, seed=0)
+    with pytest.raises(DataError, match=r"documents \[0, 2\) .* hold 8 tokens .* 1 = 9: shorten"):
+        GPTDataset(indexed, range(2), seq_length=8, num_samples=1, seed=0)
+
+
+@given(
+    # Where a document is empty, Megatron may name it and we the next: the same token.
+    lengths=lengths.map(lambda each: [max(1, length) for length in each]),
+    seq_length=st.integers(1, 8),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+@fixture_is_a_function
+def test_samples_begin_where_megatron_begins_them(
+    dataset_of: DatasetOf, lengths: list[int], seq_length: int, epochs: int, seed: int
+) -> None:
+    helpers = pytest.importorskip("megatron.core.datasets.helpers")
+    tokens = sum(lengths)
+    num_samples = (epochs * tokens - 1) // seq_length
+    dataset = GPTDataset(
+        dataset_of(*lengths),
+        range(len(lengths)),
+        seq_length=seq_length,
+        num_samples=num_samples,
+        seed=seed,
+    )
+    theirs = helpers.build_sample_idx(
+        np.array(lengths, np.int32),
+        dataset.document_index,
+        seq_length,
+        len(dataset.document_index) // len(lengths),
+        tokens,
+    )
+    ours = [list(dataset.locate(sample)) for sample in range(num_samples)]
+    assert ours == theirs[:num_samples].tolist()
 
 
 weights_in_any_unit = st.lists(
@@ -117,11 +285,14 @@ def prefixes(tmp_path: Path, **lengths: int) -> list[str]:
     return [str(tmp_path / name) for name in lengths]
 
 
-def test_the_parts_have_the_given_numbers_of_samples(tmp_path: Path) -> None:
+def test_the_parts_have_the_given_numbers_of_samples_and_only_those_that_are_needed_documents(tmp_path: Path) -> None:
     data_path = prefixes(tmp_path, a=20)
     parts = datasets(data_path, "8,1,1", 10, (30, 4, 0))
     assert (len(parts.train), len(parts.valid), parts.test) == (30, 4, None)
     assert parts.train[29].shape == (11,)
+    assert datasets(data_path, "99,1,0", 8, (5, 0, 0)).valid is None
+    with pytest.raises(DataError, match=r"no document of the 10 in .*/a for validation.*4 samples"):
+        datasets(data_path, "99,1,0", 8, (5, 4, 0))
 
 
 @pytest.mark.parametrize(("weights", "shares"), [((0.75, 0.25), (75, 25)), ((1.0, 1.0), (50, 50)), (None, (20, 80))])
@@ -136,16 +307,9 @@ def test_prefixes_are_blended_by_weight_or_else_by_size(
     assert tuple(np.bincount(drawn).tolist()) == shares
 
 
-def test_a_part_without_documents_is_refused_only_when_needed(tmp_path: Path) -> None:
-    data_path = prefixes(tmp_path, a=20)
-    assert datasets(data_path, "99,1,0", 8, (5, 0, 0)).valid is None
-    with pytest.raises(DataError, match=r"no document of the 10 in .*/a for validation.*4 samples"):
-        datasets(data_path, "99,1,0", 8, (5, 4, 0))
-
-
 def test_each_part_may_have_data_of_its_own(tmp_path: Path) -> None:
     a, b, c = prefixes(tmp_path, a=20, b=20, c=20)
-    data = DataConfig(train_data_path=("0.5", a, "0.5", b), valid_data_path=(c,))
+    data = DataConfig(train_data_path=("0.5", a, "0.5", b), valid_data_path=(c,), mmap_warmup=True)
     parts = build_datasets(data, seq_length=8, num_samples=(40, 10, 0), seed=1)
     assert [int(parts.train[sample][0]) for sample in range(4)] == [0, 1, 0, 1]
     # All ten documents, and not those that a split would leave.
@@ -218,13 +382,6 @@ def test_faults_of_the_data_are_found_on_every_rank(
             build_datasets(data, seq_length=seq_length, num_samples=(samples, 5, 0), seed=1, reads=reads)
         said.append(str(caught.value))
     assert said[0] == said[1]
-
-
-def test_data_is_the_same_when_warmed_up(tmp_path: Path) -> None:
-    (a,) = prefixes(tmp_path, a=20)
-    data = DataConfig(data_path=(a,), split="1", mmap_warmup=True)
-    train = build_datasets(data, seq_length=8, num_samples=(3, 0, 0), seed=1).train
-    assert set(train[0].tolist()) == {0}
 
 
 def test_a_blend_of_one_epoch_is_megatrons_sample_for_sample(tmp_path: Path) -> None:

@@ -1,12 +1,6 @@
-"""Samples rearranged to fill in the middle, compared with Megatron-LM and with a table of its results.
+"""Samples rearranged to fill in the middle, compared with a table of what Megatron-LM's `GPTFIMDataset` makes of them."""
 
-Megatron-LM has the dataset in its trainer, not in megatron-core: `MEGATRON_LM` names a checkout for the comparison.
-"""
-
-import importlib.util
-import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,47 +65,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def megatrons(tokenizer: HuggingFaceTokenizer, data: DataConfig, tokens: np.ndarray, random: Any) -> list[int]:
-    """Return a sample by Megatron's own class, which gets its tokens and random numbers from here."""
-    folder = os.environ.get("MEGATRON_LM")
-    if folder is None:
-        pytest.skip("MEGATRON_LM names no checkout of Megatron-LM")
-    pytest.importorskip("megatron.core")
-    spec = importlib.util.spec_from_file_location("fim", Path(folder, "megatron/training/datasets/fim_dataset.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    theirs = object.__new__(module.GPTFIMDataset)
-    inner = SimpleNamespace(
-        ids_to_text=lambda ids, remove_special_tokens: tokenizer.plain_text(ids.tolist()), text_to_ids=tokenizer.encode
-    )
-    ours = FillInTheMiddle([tokens], data, tokenizer, 0)._ids
-    vars(theirs).update(
-        {f"{each}_tok_id": ours[f"fim_{each}_token"] for each in ("prefix", "middle", "suffix", "pad", "eod")},
-        config=SimpleNamespace(tokenizer=SimpleNamespace(_tokenizer=inner)),
-        np_rng=random,
-        fim_rate=data.fim_rate,
-        fim_spm_rate=data.fim_spm_rate,
-        fragment_fim_rate=data.fim_fragment_rate,
-        no_fim_prefix=data.fim_no_prefix,
-        fim_split_sample=ours.get("fim_split_sample"),
-        shuffle_index=[0],
-        sample_index=[(0, 0), (0, len(tokens) - 1)],
-        document_index=[0],
-        dataset=SimpleNamespace(get=lambda document, offset, length: tokens[offset : offset + length]),
-    )
-    return theirs._query_document_sample_shuffle_indices(0)[0].tolist()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_samples_are_those_of_megatron(tokenizer: HuggingFaceTokenizer, name: str) -> None:
-    data, tokens = data_of(**CASES[name]), ids_of(tokenizer, TEXT)
-    ours = FillInTheMiddle([tokens] * 40, data, tokenizer, seed=7)
-    for sample in range(40):
-        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((7, sample))))
-        assert ours[sample].tolist() == megatrons(tokenizer, data, tokens, random)
-
-
 E, P, M, S, F = "<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<file_sep>"
 GOLDEN = {
     "half": f"the cat and the hen{E}{P}athen the other#the {S}{M}end{E}{P}{S} the{M}",
@@ -127,7 +80,6 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_samples(tokenizer: HuggingFaceTokenizer, name: str) -> None:
-    """As by Megatron's class, made with the test above."""
     tokens = ids_of(tokenizer, TEXT)
     ours = FillInTheMiddle([tokens] * 10, data_of(**CASES[name]), tokenizer, seed=7)
     assert tokenizer.decode(ours[9].tolist()) == GOLDEN[name]

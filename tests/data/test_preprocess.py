@@ -108,16 +108,6 @@ def test_texts_of_ids_need_no_tokenizer(tmp_path: Path) -> None:
     assert [dataset.run(number, 0, 10**6).tolist() for number in range(2)] == [[3, 1, 2, 70001], [70000, 70001]]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_compressed_corpus_gives_the_same_dataset(corpus: Path, tmp_path: Path, workers: str) -> None:
-    packed = tmp_path / "corpus.jsonl.gz"
-    packed.write_bytes(gzip.compress(corpus.read_bytes()))
-    assert run(corpus, tmp_path / "plain") == run(packed, tmp_path / "packed", "--workers", workers) == 0
-    for file in (data_file, index_file):
-        written = [file(tmp_path / f"{name}_text_document").read_bytes() for name in ("plain", "packed")]
-        assert written[0] == written[1]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -144,13 +134,6 @@ def test_blank_lines_and_empty_texts_are_left_out(tmp_path: Path, capsys: pytest
     assert run(write_lines(tmp_path / "c.jsonl", *lines), tmp_path / "c", "--append-eod") == 0
     assert texts_of(tmp_path / "c_text_document") == ["a", "b"]
     assert "2 documents and 1 empty texts left out, 4 tokens" in capsys.readouterr().out
-
-
-def test_a_second_run_replaces_the_dataset(tmp_path: Path) -> None:
-    for text in ("first", "second, longer"):
-        corpus = write_lines(tmp_path / "c.jsonl", json.dumps({"text": text}))
-        assert run(corpus, tmp_path / "c") == 0
-        assert texts_of(tmp_path / "c_text_document") == [text]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -243,13 +226,6 @@ def test_a_damaged_file_is_no_shorter_file(tmp_path: Path, suffix: str, damaged:
     path.write_bytes(damaged())
     with pytest.raises(DataError, match=rf"^cannot read --input .*\.{suffix} \(.+\): give a file"):
         list(read_lines(path))
-
-
-@pytest.mark.parametrize(("suffix", "compress"), [("jsonl", plain), ("gz", gzip.compress), ("zst", zstandard)])
-def test_an_empty_file_has_no_lines(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / f"corpus.{suffix}"
-    path.write_bytes(compress(b""))
-    assert list(read_lines(path)) == []
 
 
 def test_without_the_package_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

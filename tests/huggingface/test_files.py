@@ -14,7 +14,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.convert import main
 from megatron_terapipe.huggingface.folder_weights import SavedTensors, write_tensors
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
-from megatron_terapipe.huggingface.weight_rules import Heads, attention, fused_attention, stacked, turned, vocabulary
+from megatron_terapipe.huggingface.weight_rules import vocabulary
 from tests.huggingface.models import MODELS, save, whole_model
 
 pytest.importorskip("safetensors")
@@ -42,39 +42,6 @@ def test_tensors_come_back_from_as_many_files_as_they_need(
     saved = SavedTensors(folder)
     assert saved.names == tensors.keys()
     assert all(torch.equal(saved.read(name), tensor) for name, tensor in tensors.items())
-
-
-@given(groups=st.integers(1, 4), of_group=st.integers(1, 3), size=st.integers(1, 3), width=st.integers(1, 4))
-def test_heads_are_split_and_joined(groups: int, of_group: int, size: int, width: int) -> None:
-    heads = Heads(groups, of_group, size)
-    rows = groups * (of_group + 2) * size
-    weight = torch.arange(float(rows * width)).reshape(rows, width)
-    for ours in (weight, weight[:, 0]):
-        rule = attention("ours", ("q", "k", "v"), heads)
-        query, key, value = rule.split(ours)
-        assert torch.equal(rule.join((query, key, value)), ours)
-        # The group of query head h is h // of_group; its key is that group's.
-        for group in range(groups):
-            start = group * (of_group + 2) * size
-            queries = query[group * of_group * size : (group + 1) * of_group * size]
-            assert torch.equal(queries, ours[start : start + of_group * size])
-            assert torch.equal(key[group * size : (group + 1) * size], ours[start + of_group * size :][:size])
-            assert torch.equal(value[group * size : (group + 1) * size], ours[start + (of_group + 1) * size :][:size])
-
-
-def test_fused_heads_are_columns() -> None:
-    weight = torch.arange(36.0).reshape(12, 3)  # two groups of one query head, two channels
-    rule = turned(fused_attention("ours", "theirs", Heads(2, 1, 2)))
-    (found,) = rule.split(weight)
-    assert torch.equal(found.t(), weight[[0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]])
-    assert torch.equal(rule.join([found]), weight)
-
-
-def test_the_gate_comes_first() -> None:
-    rule = stacked("ours", ["gate", "up"])
-    gate, up = rule.split(torch.stack([torch.zeros(2, 3), torch.ones(2, 3)]))
-    assert (gate == 0).all()
-    assert (up == 1).all()
 
 
 def test_padding_of_the_vocabulary_is_as_likely_as_an_average_word() -> None:
