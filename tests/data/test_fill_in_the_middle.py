@@ -1,4 +1,4 @@
-"""Samples rearranged to fill in the middle, compared with a table of what Megatron-LM's `GPTFIMDataset` makes of them."""
+"""Samples rearranged to fill in the middle, compared with a table of results of Megatron-LM's `GPTFIMDataset`."""
 
 from pathlib import Path
 from typing import Any

@@ -49,25 +49,13 @@ def batches() -> list[MicroBatch]:
     return [MicroBatch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(2, SEQ)) for each in samples]
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """A run that a folder began, and the run that the same command started afterwards.
+def resume(folder: Path, save: Path) -> tuple[int, str | None, float, float]:
+    """On every rank: train from a folder, save, train on; then the same command again.
 
-    Attributes:
-        start: iteration at which the second began.
-        family: that its checkpoint names.
-        loss: of the iteration after the checkpoint, in the first run.
-        loss_again: of the same iteration, in the second.
+    Returns:
+        Iteration at which the second run begins, family that its checkpoint names, and loss of the iteration
+        after the checkpoint in each run.
     """
-
-    start: int
-    family: str | None
-    loss: float
-    loss_again: float
-
-
-def resume(folder: Path, save: Path) -> Resumed:
-    """On every rank: train from a folder, save, train on; then the same command again."""
     flags = f"{PP2} --save {save}"
     run = run_of(folder, flags)
     engine = trainer_engine.build_engine(run)
@@ -77,7 +65,7 @@ def resume(folder: Path, save: Path) -> Resumed:
     again = run_of(folder, flags)
     assert again.checkpoint is not None
     engine = trainer_engine.build_engine(again)
-    return Resumed(again.start.iteration, again.checkpoint[1].family, loss, engine.train_batch(iter(batches())).item())
+    return again.start.iteration, again.checkpoint[1].family, loss, engine.train_batch(iter(batches())).item()
 
 
 def first_step(flags: str, folder: Path) -> Step:

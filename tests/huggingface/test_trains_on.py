@@ -16,10 +16,8 @@ from tests.huggingface.tiny import tiny_model  # noqa: E402
 
 def test_the_same_command_continues_from_its_checkpoint(tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path / "theirs")
-    outcomes = run_distributed(resume, 2, tmp_path / "theirs", tmp_path / "ours")
-    for outcome in outcomes:
-        assert (outcome.start, outcome.family) == (1, "qwen3")
-        assert outcome.loss_again == outcome.loss
+    for start, family, loss, loss_again in run_distributed(resume, 2, tmp_path / "theirs", tmp_path / "ours"):
+        assert (start, family, loss_again) == (1, "qwen3", loss)
     assert main(["to-huggingface", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "back")]) == 0
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "qwen3"
 

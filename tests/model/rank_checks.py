@@ -99,24 +99,6 @@ def collectives(ranks: TensorParallelRanks) -> None:
         torch.testing.assert_close(scattered_view, torch.stack(views).sum(0)[:, here], rtol=1e-14, atol=1e-14)
 
 
-def own_tokens(ranks: TensorParallelRanks) -> None:
-    positions = torch.arange(8).repeat(2, 1)
-    assert torch.equal(ranks.own_tokens(positions), tokens_of(positions, ranks))
-    own = ranks.own_tokens(positions)
-    assert own[0, 0] == ranks.first_token(own.shape[1])
-
-
-def sum_of_parts(ranks: TensorParallelRanks) -> None:
-    """The sum's gradient is the same for every part; with sequence parallelism it comes from all ranks' tokens."""
-    each = [drawn(2, 8, 5, seed=rank) for rank in range(ranks.size)]
-    part = each[ranks.rank].clone().requires_grad_()
-    coefficients = drawn(2, 8, 5, seed=50)
-    found = ranks.sum_parts(part * 1)
-    (found * tokens_of(coefficients, ranks)).sum().backward()
-    torch.testing.assert_close(found, tokens_of(torch.stack(each).sum(0), ranks), rtol=1e-14, atol=1e-14)
-    assert torch.equal(part.grad, coefficients)
-
-
 def attention_and_mlp_side_by_side_are_one_sum(ranks: TensorParallelRanks) -> None:
     """And two with dropout in training, where each has its mask, or one after the other."""
     for parallel, dropout, training, expected in (
@@ -289,8 +271,6 @@ CHECKS = {
     check.__name__: check
     for check in (
         collectives,
-        own_tokens,
-        sum_of_parts,
         attention_and_mlp_side_by_side_are_one_sum,
         logits,
         losses,

@@ -10,19 +10,28 @@ from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.pointwise import Pointwise
+from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import DropoutSite, TransformerBlock
 from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model import plain
-from tests.model.configs import MODELS, SEQ, llama_config, model_config
+from tests.model.configs import MODELS, SEQ, llama_config
 from tests.model.plain import hidden_state, in_token_slices, random_weights
-from tests.model.test_attention import assert_same_with_gradients
 from tests.runtime.attention.masks import attention_keep_mask, keep_mask
+
+
+def assert_same_with_gradients(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    coefficients = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
+    of_found, of_expected = (torch.autograd.grad((each * coefficients).sum(), inputs) for each in (found, expected))
+    scale = max(gradient.abs().max().item() for gradient in of_expected)
+    torch.testing.assert_close(of_found, of_expected, rtol=1e-12, atol=1e-12 * scale)
 
 
 def with_gate(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -69,22 +78,7 @@ def test_bf16_stays_bf16(name: str) -> None:
     torch.testing.assert_close(output.double(), WRITTEN_OUT[name](inputs.double()), rtol=2**-6, atol=2**-7)
 
 
-@pytest.mark.parametrize("name", plain.GATES)
-def test_a_gate_keeps_only_its_input(name: str) -> None:
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor):
-        inputs = inputs_of()
-        Activation(name)(inputs)
-    assert [each.data_ptr() for each in kept] == [inputs.data_ptr()]
-
-
 CUTS = [(SEQ,), (13, 1, 18)]
-PARTS = {
-    "whole": BlockShape(num_key_value_heads=2, ffn_hidden_size=40),
-    "no_attention": BlockShape(num_key_value_heads=0, ffn_hidden_size=40),
-    "no_mlp": BlockShape(num_key_value_heads=1, ffn_hidden_size=0),
-    "empty": BlockShape(num_key_value_heads=0, ffn_hidden_size=0),
-}
 
 
 def block_of(model: ModelConfig, shape: BlockShape, *, recompute_cheap: bool = False) -> TransformerBlock:
@@ -97,27 +91,24 @@ def block_of(model: ModelConfig, shape: BlockShape, *, recompute_cheap: bool = F
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_and_mlp_are_added_to_the_residual_stream(name: str, cut: tuple[int, ...]) -> None:
     model = MODELS[name]
-    for shape in model.blocks:
+    for shape in {*model.blocks, BlockShape(num_key_value_heads=0, ffn_hidden_size=0)}:
         layer = block_of(model, shape)
         hidden = hidden_state(32, SEQ).requires_grad_()
         expected = plain.block(layer, model, shape, hidden)
         assert_same_with_gradients(in_token_slices(layer, hidden, cut), expected, [hidden, *layer.parameters()])
 
 
-@pytest.mark.parametrize("model", [model_config(), llama_config()], ids=["gpt", "llama"])
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_left_out_have_no_weights_and_no_effect(part: str, model: ModelConfig) -> None:
-    shape = PARTS[part]
-    layer = block_of(model, shape)
-    names = {name.split(".")[0] for name, _ in layer.named_parameters()}
-    attention = {"attention_norm", "attention"} if shape.num_key_value_heads else set()
-    assert names == attention | ({"mlp_norm", "mlp"} if shape.ffn_hidden_size else set())
-    hidden = hidden_state(32, SEQ).requires_grad_()
-    found = in_token_slices(layer, hidden, (13, 1, 18))
-    expected = plain.block(layer, model, shape, hidden)
-    assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
-    if part == "empty":
-        assert torch.equal(found, hidden)
+def test_documents_with_continued_positions_differ_only_by_rotations() -> None:
+    """A rotation of a whole document by its start changes no score."""
+    model, hidden = llama_config(), hidden_state(32, SEQ)
+    layer = random_weights(SelfAttention(model, model.blocks[0], TensorParallelRanks()))
+    restarting, continued = (
+        in_token_slices(
+            layer, hidden, (13, 1, 18), documents=Documents(((0, 5, 13, 14), (0, 20)), positions_restart=restart)
+        )
+        for restart in (True, False)
+    )
+    torch.testing.assert_close(restarting, continued, rtol=1e-10, atol=1e-11)
 
 
 def test_a_later_token_changes_no_earlier_logit() -> None:

@@ -61,28 +61,6 @@ def test_models_without_learned_positions_have_no_such_weight() -> None:
     assert torch.equal(in_token_slices(embedding, hidden, (13, 1, 18)), hidden)
 
 
-def test_words_are_rows_and_tied_logits_are_products_with_them() -> None:
-    model = model_config()
-    embedding = WordEmbedding(model, ALONE).double()
-    assert embedding.weight.shape == (384, 32)  # 257 words, padded
-    tokens = torch.tensor([[3, 256, 3], [0, 1, 2]])
-    hidden = embedding(tokens)
-    assert torch.equal(hidden, embedding.weight[tokens])
-    logits = tied_logits(embedding, hidden).compute()
-    torch.testing.assert_close(logits[..., :257], hidden @ embedding.weight[:257].T, rtol=1e-13, atol=1e-14)
-    assert torch.all(logits[..., 257:] == float("-inf"))
-
-
-def test_an_output_layer_has_a_weight_of_its_own_and_no_bias() -> None:
-    output = OutputLayer(model_config(), ALONE).double()
-    hidden = hidden_state(32, SEQ)
-    ((name, weight),) = output.named_parameters()
-    assert (name, weight.shape) == ("linear.weight", (384, 32))
-    logits = output(hidden).compute()
-    torch.testing.assert_close(logits[..., :257], hidden @ weight[:257].T, rtol=1e-13, atol=1e-14)
-    assert torch.all(logits[..., 257:] == float("-inf"))
-
-
 def test_words_and_logits_have_factors_and_a_cap() -> None:
     parts = {"embedding_multiplier": 5.5, "logit_multiplier": 0.25, "logit_softcap": 1.5}
     model = model_config(**parts)

@@ -121,16 +121,6 @@ def test_a_weight_that_is_computed_passes_its_gradient_on(compute: Callable[[Ten
     torch.testing.assert_close(weight.grad, 4 * once)
 
 
-def test_frozen_weights_and_inputs_get_no_gradient() -> None:
-    weight, bias = parameters()
-    inputs = inputs_of(0)
-    tensor_parallel.linear(inputs, weight.detach(), bias.detach()).sum().backward()
-    assert inputs.grad is not None
-    tensor_parallel.linear(inputs.detach(), weight, None).sum().backward()
-    assert weight.grad is not None
-    assert bias.grad is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_keep_the_type_of_the_weight(dtype: torch.dtype) -> None:
     weight, bias = parameters(dtype)

@@ -69,14 +69,6 @@ def test_heads_apart_turn_as_those_of_a_product(interleaved: bool) -> None:
     assert torch.autograd.gradcheck(lambda each: rotate(each, 0, 6, factor=0.5, interleaved=interleaved), product)
 
 
-def test_no_heads_are_kept() -> None:
-    kept = []
-    product = product_of()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor):
-        rotate(product, 0, 8)
-    assert {each.numel() for each in kept} == {7 * 4}
-
-
 def test_positions_may_differ_by_row() -> None:
     product = product_of().detach()
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [5, 6, 0, 1, 2, 3, 0]])
