@@ -31,10 +31,9 @@ from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.search.machine.trainers import DEEPSPEED
-from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.cost_model import CostModel, Prediction, TimeBreakdown
 from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import RankGroups, all_gather_s, transfer_s
-from megatron_terapipe.search.price.prediction import Prediction, TimeBreakdown
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.price.step import StepCosts
 from megatron_terapipe.search.price.workload import Layer

@@ -15,8 +15,7 @@ from deepspeed_ext.plan.layout import StagePartition
 from examples.amp.deepspeed_costs import DeepSpeedCosts
 from examples.amp.experiments import TENSOR_PARALLEL_SIZES, Experiment
 from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.price.cost_model import Prediction, Pricing
 from megatron_terapipe.search.rank.stage_partition import (
     Numbers,
     StageTimes,

@@ -11,7 +11,8 @@ from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.cost_model import Prediction, TimeBreakdown
+from megatron_terapipe.search.price.memory import RankMemory
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.records import (
     EvaluationMetrics,

@@ -9,7 +9,7 @@ from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
 from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, PredictedPart, RankedEntry
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
-from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.price.cost_model import Prediction
 from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy

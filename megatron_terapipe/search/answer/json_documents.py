@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field
 
 from megatron_terapipe.search.machine.entries import ClosedModel
-from megatron_terapipe.search.price.prediction import OPTIONAL_PARTS, RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.cost_model import OPTIONAL_PARTS, TimeBreakdown
+from megatron_terapipe.search.price.memory import RankMemory
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
 
 Amount = Annotated[float, Field(ge=0, le=1e40)]

@@ -39,11 +39,10 @@ from megatron_terapipe.search.answer.json_documents import TrainerPart
 from megatron_terapipe.search.answer.what_if import Question
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import ALST, FSDP, MEGATRON_CORE
-from megatron_terapipe.search.price.cost_model import CostModel, Pricing
+from megatron_terapipe.search.price.cost_model import CostModel, Prediction, Pricing
 from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import ALONE, LayerLinks
-from megatron_terapipe.search.price.memory import MemoryOverheads, default_overheads
-from megatron_terapipe.search.price.prediction import Prediction, RankMemory
+from megatron_terapipe.search.price.memory import MemoryOverheads, RankMemory, default_overheads
 from megatron_terapipe.search.price.workload import Attention, Layer, Workload
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.space import SearchProblem, divisors

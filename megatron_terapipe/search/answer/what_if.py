@@ -54,8 +54,8 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import smallest_device_with
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.makespan import num_searched_ops
 from megatron_terapipe.search.price.memory import SHARE_OF_HOST
-from megatron_terapipe.search.price.simulated_time import num_searched_ops
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, GridMemory, ProgressCallback, no_progress

@@ -11,10 +11,10 @@ from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE
-from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.cost_model import Prediction, Pricing
 from megatron_terapipe.search.price.efficiency import ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
-from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.profile import Profile, read_profile
 from megatron_terapipe.search.price.profile_times import (
     MeasuredProfile,
@@ -22,7 +22,6 @@ from megatron_terapipe.search.price.profile_times import (
     measured_efficiency,
     profile_notes,
 )
-from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy

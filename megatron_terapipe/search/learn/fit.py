@@ -49,7 +49,7 @@ from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
-from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
+from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy
 

@@ -1,3 +1,3 @@
 """Time and memory of a strategy."""
 
-__all__ = ["cost_model", "prediction", "workload", "workload_files"]
+__all__ = ["cost_model", "workload", "workload_files"]

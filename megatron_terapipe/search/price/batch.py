@@ -1,4 +1,4 @@
-"""Many strategies at once, each priced in closed form (`closed_form`).
+"""Many strategies at once, each priced in closed form (`makespan`).
 
 Grids of strategies (`rank/grid_times.py`) read the same formulas. The n strategies of a `StrategyBatch` are of one
 workload and differ only in numbers (not in recompute, software, ...): calibration prices them again and again with
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.price.closed_form import pipeline_time, slowest_rank_and_rest
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved, reachable_bandwidth
 from megatron_terapipe.search.price.links import (
@@ -28,6 +27,7 @@ from megatron_terapipe.search.price.links import (
     ShardLinks,
     sending_s,
 )
+from megatron_terapipe.search.price.makespan import pipeline_time, slowest_rank_and_rest
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import (
     BACKWARD,

@@ -7,7 +7,7 @@ Adam of Kingma and Ba, arXiv 1412.6980; ZeRO, arXiv 1910.02054 section 3.1 (16 b
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,6 @@ from megatron_terapipe.search.price.activations import (
 )
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, constant
 from megatron_terapipe.search.price.layer_times import ScalarOrArray, key_heads
-from megatron_terapipe.search.price.prediction import RankMemory
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy
 from megatron_terapipe.search.price.workload import Layer, Workload
 from megatron_terapipe.strategy import Strategy
@@ -127,6 +126,33 @@ def default_overheads(cluster: Cluster, software: Software) -> MemoryOverheads:
     if not any(node.device.is_gpu for node in cluster.nodes):
         return ON_CPU
     return MemoryOverheads(activation_factor=software.allocator_factor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Peak bytes of one pipeline rank (its largest tensor-, sequence- and data-parallel peer), by kind."""
+
+    weights: float
+    """Parameters as products read them."""
+    gradients: float
+    """Their gradients."""
+    optimizer: float
+    """Fp32 copies and moments that this rank keeps."""
+    activations: float
+    """Kept from forward to backward, without keys and values."""
+    key_values: float
+    """Keys and values of live token slices, and their gradients."""
+    logits: float
+    """Logits, and the tensors that the loss keeps."""
+    buffers: float
+    """Of transfers and reductions, and temporary memory of ops."""
+    framework: float
+    """Context of the device, communicators, fragmentation of the allocator."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, each.name) for each in fields(self)))
 
 
 class Counted(NamedTuple):

@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.devices import Device
-from megatron_terapipe.search.price.closed_form import (
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
+from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
+from megatron_terapipe.search.price.makespan import (
     lower_bound,
     pipeline_time,
     round_trip_bound,
     slowest_rank_and_rest,
 )
-from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
-from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
     FORWARD,

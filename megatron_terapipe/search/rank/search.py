@@ -26,8 +26,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.price.cost_model import Prediction, Pricing
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.rank.grid_prices import (
     FITS,
@@ -295,7 +294,7 @@ def _with_better_order(
 
 MOST_STRATEGIES = 200  # strategies that are simulated with effort 1
 MOST_OPS = 400_000  # ops of new schedules that are generated with effort 1; one takes some microseconds
-OPS_OF_ONE = 8_000  # ops of a schedule that are generated at most; `price/simulated_time.py` extrapolates the rest
+OPS_OF_ONE = 8_000  # ops of a schedule that are generated at most; `price/makespan.py` extrapolates the rest
 OF_A_ROW = 4  # variants of a row that are simulated although none of them can win
 LEANER = 2  # variants of a row that are simulated because they take less memory
 AT_ONCE = 1024  # strategies among which the next one that may rank is looked for

@@ -8,7 +8,8 @@ from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
-from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.cost_model import Prediction, TimeBreakdown
+from megatron_terapipe.search.price.memory import RankMemory
 from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem

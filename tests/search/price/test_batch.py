@@ -12,11 +12,17 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.program import reductions
 from megatron_terapipe.search.machine.software import Communication, Software
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE, TERAPIPE
-from megatron_terapipe.search.price import simulated_time as playing
-from megatron_terapipe.search.price.closed_form import lower_bound, pipeline_time, round_trip_bound, total_s
+from megatron_terapipe.search.price import makespan as playing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import GroupTopology, ShardLinks, all_reduce_s
-from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, closed_form_of
+from megatron_terapipe.search.price.makespan import (
+    ScheduleSimulator,
+    closed_form_of,
+    lower_bound,
+    pipeline_time,
+    round_trip_bound,
+    total_s,
+)
 from megatron_terapipe.search.price.stages import StageOps
 from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
 

@@ -12,8 +12,8 @@ from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettin
 from megatron_terapipe.search.machine.cluster import Cluster, HostMemory
 from megatron_terapipe.search.price.activations import StageBytes, TokenMemory, peak_held, rank_order
 from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.memory import SHARE_OF_HOST
-from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.price.machines import NODE, gpt

@@ -10,10 +10,9 @@ from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
-from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.cost_model import CostModel, Prediction
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.price.machines import A100, gpt
