@@ -2,7 +2,7 @@
 
 Everything here is pure. A schedule can be read, simulated, drawn and run with only the standard library; numpy and
 numba serve the fast simulator (`simulate.compiled`) and `solve`. Read in this order: `ops`, `schedules`,
-`simulate.plain`, `programs.lowering`.
+`simulate`, `programs.lowering`.
 """
 
 __all__ = [

@@ -58,20 +58,11 @@ class ParallelLayout:
             )
 
     @classmethod
-    def for_world_size(
-        cls,
-        world_size: int,
-        *,
-        sequence_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        num_token_slices: int = 1,
-        expert_parallel_size: int = 1,
-    ) -> "ParallelLayout":
-        """Give the data-parallel axis all ranks that the other axes do not use."""
-        sizes = {"tensor": tensor_parallel_size, "pipeline": pipeline_parallel_size}
-        if sequence_parallel_size != 1:
-            sizes = {"sequence": sequence_parallel_size, **sizes}
+    def for_world_size(cls, world_size: int, **others: int) -> "ParallelLayout":
+        """Give the data-parallel axis all ranks that the other axes do not use; `others` are the other fields."""
+        sizes = {axis: others.get(f"{axis}_parallel_size", 1) for axis in ("sequence", "tensor", "pipeline")}
+        if sizes["sequence"] == 1:
+            del sizes["sequence"]
         ranks_of_replica = prod(sizes.values())
         if min(sizes.values()) < 1 or world_size < 1 or world_size % ranks_of_replica:
             raise PlanError(
@@ -80,14 +71,7 @@ class ParallelLayout:
                 f"launch a multiple of {ranks_of_replica} processes, as deepspeed --num_accelerators "
                 f"{ranks_of_replica} does on one host, or change these sizes"
             )
-        return cls(
-            data_parallel_size=world_size // ranks_of_replica,
-            sequence_parallel_size=sequence_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            num_token_slices=num_token_slices,
-            expert_parallel_size=expert_parallel_size,
-        )
+        return cls(data_parallel_size=world_size // ranks_of_replica, **others)
 
     @property
     def world_size(self) -> int:

@@ -34,7 +34,7 @@ LIGHT = (
     "pretrain_gpt",
 )
 """Modules, each with all in it."""
-SOLVERS = (*("deepspeed_ext.plan.solve", "deepspeed_ext.plan.simulate.compiled", "deepspeed_ext.plan.simulate.arrays"),)
+SOLVERS = ("deepspeed_ext.plan.solve", "deepspeed_ext.plan.simulate.compiled")
 """Light packages' modules that compile kernels: imported only where something is solved, or simulated many times."""
 
 

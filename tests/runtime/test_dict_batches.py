@@ -117,7 +117,6 @@ def expected(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
 SETUPS = {
     1: [Setup(dtype="fp64", cut=CUT), Setup(dtype="fp64", cut=CUT, recompute=2)],
     2: [
-        Setup(pp=2, dtype="fp64", cut=CUT),
         Setup(pp=2, dtype="fp64", cut=CUT, recompute=1, schedule="gpipe", micro_batches=3),
         Setup(pp=2, dtype="fp64", cut=CUT, schedule="interleaved", model_chunks=2),
         Setup(pp=2, dtype="fp64", cut=CUT, schedule="zero-bubble", recompute=1),

@@ -55,8 +55,6 @@ SETUPS = {
     1: [Setup(cut=CUT, micro_batches=3)],
     2: [
         Setup(pp=2, cut=CUT, micro_batches=3, recompute=1),
-        Setup(pp=2, cut=CUT, micro_batches=3, schedule="zero-bubble"),
-        Setup(pp=2, cut=CUT, micro_batches=3, schedule="interleaved", model_chunks=2),
         Setup(pp=2, cut=CUT, micro_batches=3, schedule="gpipe", model_chunks=2, placement=Placement.V),
     ],
     4: [Setup(pp=2, dp=2, cut=CUT, micro_batches=3), Setup(pp=2, sp=2, cut=SHARED, micro_batches=3)],
@@ -95,8 +93,7 @@ def _launch(world_size: int) -> dict[str, Any]:
         found |= {"evaluations": _evaluations(), "alive": _alive(Setup(pp=2, cut=CUT, micro_batches=4))}
         found["trained"] = [
             [_trained(setup, evaluate=evaluate, known_shapes=known_shapes) for evaluate in (False, True)]
-            for setup in TRAINED
-            for known_shapes in (True, False)
+            for setup, known_shapes in zip(TRAINED, (True, False), strict=True)
         ]
     return found
 

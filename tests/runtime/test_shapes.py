@@ -23,8 +23,6 @@ CUT = (9, 1, 8, 6)
 SETUPS = {
     2: [
         Setup(pp=2, cut=CUT),
-        Setup(pp=2, cut=CUT, schedule="gpipe"),
-        Setup(pp=2, cut=CUT, schedule="zero-bubble", micro_batches=3),
         Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2, micro_batches=3),
         Setup(pp=2, cut=CUT, schedule="gpipe", model_chunks=2, placement=Placement.V),
     ],
@@ -32,7 +30,6 @@ SETUPS = {
         Setup(pp=3, cut=(23, 1), schedule="interleaved", model_chunks=2, num_blocks=5),
         Setup(pp=3, cut=CUT, schedule="zero-bubble", recompute=1),
     ],
-    4: [Setup(pp=4, cut=CUT, micro_batches=3)],
 }
 KNOWN, ONCE, DYNAMIC = {}, {"activation_spec": None}, {"activation_spec": None, "dynamic_shape": True}
 """Shapes known to both ends, sent once, and sent with each activation."""

@@ -61,6 +61,14 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def _dotted(node: ast.AST) -> str:
+    """Names with dots between them; empty for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    before = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return before and f"{before}.{node.attr}"
+
+
 def _used() -> Iterator[str]:
     """Private names of torch that the code reaches from a module, by their full names."""
     for path in python_files(*CODE):
@@ -72,15 +80,15 @@ def _used() -> Iterator[str]:
                 names |= {alias.asname or alias.name: f"{module}{alias.name}" for alias in node.names}
         for node in nodes:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                head, dot, rest = ast.unparse(node.value).partition(".")
+                head, dot, rest = _dotted(node.value).partition(".")
                 if dot and names.get(head, "").startswith("torch"):
                     names[node.targets[0].id] = f"{names[head]}.{rest}"
         for node in nodes:
             if isinstance(node, ast.Attribute):
-                head, _, rest = ast.unparse(node).partition(".")
+                head, _, rest = _dotted(node).partition(".")
                 full = f"{names.get(head, '')}.{rest}"
                 parts = full.split(".")
-                if parts[0] == "torch" and all(map(str.isidentifier, parts)) and any(map(_is_private, parts)):
+                if parts[0] == "torch" and any(map(_is_private, parts)):
                     yield full
 
 

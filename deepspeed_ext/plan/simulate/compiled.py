@@ -3,34 +3,379 @@
     orders --CompiledOrders.of--> arrays --simulate(costs)--> SimulatedOrders: starts, ends, makespan, bubble
                                      '----simulate(other costs)--> ...
 
+Ops are numbers in the order in which ranks run them. A result has the number unit + units x kind, where units count
+stages, micro-batches and token slices; where it arrives on another rank it has one more number, after all those.
+
 numba is imported when it is first needed.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import token_lengths
-from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings, TimedCopy
 from deepspeed_ext.plan.schedules import Schedule
-from deepspeed_ext.plan.simulate.arrays import (
-    KINDS,
-    CopyEvents,
-    Numbers,
-    OpColumns,
-    Wiring,
-    compiled_loop,
-    fits,
-    message_times,
-    wire,
-)
-from deepspeed_ext.plan.simulate.plain import STEP_PARTS, check_complete, check_orders, simulate
+from deepspeed_ext.plan.simulate import STEP_PARTS, check_complete, check_orders, simulate
 from deepspeed_ext.plan.timeline import Span, Timeline
+
+Numbers = np.ndarray[Any, Any]
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+NOTHING = -1
+
+OFFLOADED, FETCHED, DROPPED = range(3)
+"""Events of a host copy at a place, and the rows of their times."""
+
+
+def simulate_ops(
+    bounds: Numbers,
+    needs: Numbers,
+    gives: Numbers,
+    arrives: Numbers,
+    targets: Numbers,
+    channels: Numbers,
+    durations: Numbers,
+    sending: Numbers,
+    latency: Numbers,
+    posts: Numbers,
+    posted: Numbers,
+    copying: Numbers,
+    back: Numbers,
+    ready: Numbers,
+    free: Numbers,
+    lanes: Numbers,
+    copied: Numbers,
+    starts: Numbers,
+    ends: Numbers,
+) -> int:
+    """Simulate all ops of all ranks; a rank that must wait is resumed when the result that it waits for is there.
+
+    Args:
+        bounds: [R + 1] first op of each rank, and then the end of all; of N ops in total.
+        needs: [K * N] numbers of the results that op n waits for at K * n .. K * n + K; NOTHING fills up.
+        gives: [N] number of the op's result on its own rank.
+        arrives: [N] number of the result on the rank it is sent to; NOTHING if it stays.
+        targets: [N] that rank.
+        channels: [N] channel that it takes.
+        durations: [N] time of the op.
+        sending: [N] time for which its message keeps the channel busy.
+        latency: [N] time from then until it is there.
+        posts: [N + 1] first index in `posted` of the host copies with a place after op n.
+        posted: [events] number of a copy, times 3, plus its event.
+        copying: [2 * C] times of C copies to the host, then of those from it.
+        back: [N] the copy that op n waits for; NOTHING if none.
+        ready: [results] filled with -1; becomes the time at which each result is there.
+        free: [channels] filled with 0; becomes the time at which each channel is free.
+        lanes: [2 * R] filled with 0; becomes the time at which the lanes of each rank to its host and back are free.
+        copied: [3 * C] becomes the start of each copy to the host, then of those from it, then when each was dropped.
+        starts: [N] becomes the start of each op.
+        ends: [N] becomes the end of each op.
+
+    Returns:
+        Ops simulated: fewer than N if ranks wait for each other.
+    """
+    num_ranks = len(bounds) - 1
+    width = len(needs) // max(len(gives), 1)
+    position = [bounds[rank] for rank in range(num_ranks)]
+    clock = [0.0 for _ in range(num_ranks)]
+    awaited = [NOTHING for _ in range(num_ranks)]
+    runnable = [num_ranks - 1 - rank for rank in range(num_ranks)]
+    num_done = 0
+    num_copies = len(copying) // 2
+    while len(runnable) > 0:
+        rank = runnable.pop()
+        time = clock[rank]
+        op = position[rank]
+        while op < bounds[rank + 1]:
+            start = time
+            copy = back[op]
+            if copy != NOTHING and copied[num_copies + copy] + copying[num_copies + copy] > start:
+                start = copied[num_copies + copy] + copying[num_copies + copy]
+            missing = NOTHING
+            for place in range(width * op, width * op + width):
+                needed = needs[place]
+                if needed == NOTHING:
+                    continue
+                there = ready[needed]
+                if there < 0:
+                    missing = needed
+                    break
+                if there > start:
+                    start = there
+            if missing != NOTHING:
+                awaited[rank] = missing
+                break
+            time = start + durations[op]
+            starts[op] = start
+            ends[op] = time
+            ready[gives[op]] = time
+            arriving = arrives[op]
+            if arriving != NOTHING:
+                channel = channels[op]
+                leaves = free[channel] if free[channel] > time else time
+                sent = leaves + sending[op]
+                free[channel] = sent
+                ready[arriving] = sent + latency[op]
+                if awaited[targets[op]] == arriving:
+                    awaited[targets[op]] = NOTHING
+                    runnable.append(targets[op])
+            for place in range(posts[op], posts[op + 1]):
+                copy = posted[place] // 3
+                event = posted[place] % 3
+                if event == DROPPED:
+                    if copied[copy] + copying[copy] > time:
+                        time = copied[copy] + copying[copy]
+                    copied[2 * num_copies + copy] = time
+                else:
+                    begins = lanes[2 * rank + event] if lanes[2 * rank + event] > time else time
+                    copied[event * num_copies + copy] = begins
+                    lanes[2 * rank + event] = begins + copying[event * num_copies + copy]
+            op += 1
+        num_done += op - position[rank]
+        position[rank] = op
+        clock[rank] = time
+    return num_done
+
+
+def compiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Compile a function when it is first called, and cache the machine code on disk where a folder can be written.
+
+    numba compiles again when the file of a function has changed, but not when a function of another file that it calls
+    has: after editing such a function, remove the `__pycache__` of its callers.
+    """
+    from numba import njit
+
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # neither in the folder of the file nor in the user's cache
+        return njit(cache=False)(function)
+
+
+@cache
+def compiled_loop() -> Callable[..., int]:
+    """Return `simulate_ops` as machine code."""
+    return compiled(simulate_ops)
+
+
+KINDS = tuple(OpKind)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+"""Number of each kind of op."""
+
+
+class OpColumns(NamedTuple):
+    """Ops in columns, rank after rank; [N] each."""
+
+    kind: Numbers
+    stage: Numbers
+    micro_batch: Numbers
+    token_slice: Numbers
+
+    @classmethod
+    def of(cls, order: Sequence[Op]) -> "OpColumns":
+        """The columns of some ops."""
+        kinds, *indices = list(zip(*order, strict=True)) or [()] * 4
+        kind = np.fromiter(map(CODE.__getitem__, kinds), np.int8, len(order))
+        return cls(kind, *(np.array(index, np.int32) for index in indices))
+
+    @classmethod
+    def joined(cls, ranks: Sequence["OpColumns"]) -> "OpColumns":
+        """The columns of one rank after the other."""
+        return cls(*map(np.concatenate, zip(*ranks, strict=True)))
+
+    def ops(self, first: int, last: int) -> list[Op]:
+        """Return the ops at positions first .. last."""
+        columns = (self.stage, self.micro_batch, self.token_slice)
+        indices = (column[first:last].tolist() for column in columns)
+        return list(map(Op, map(KINDS.__getitem__, self.kind[first:last].tolist()), *indices))
+
+    def units(self, shape: PipelineShape) -> Numbers:
+        """Return the number of each op's token slice, of one micro-batch on one stage: [ops]."""
+        return _unit(self.stage, self.micro_batch, self.token_slice, shape)
+
+
+class Wiring(NamedTuple):
+    """Arguments of `simulate_ops`, the first five in its order, and indices of the times that it needs."""
+
+    needs: Numbers
+    gives: Numbers
+    arrives: Numbers
+    targets: Numbers
+    channels: Numbers
+    op_costs: Numbers
+    """[N] where the op's time is in a table by kind, stage and token slice."""
+    message_costs: Numbers
+    """[N] where the times of its message are in tables by boundary and token slice."""
+    num_results: int
+    """Results of all ops, each counted where it is made and where it arrives."""
+    num_channels: int
+    """Channels, with one for results that stay on their rank."""
+
+
+def fits(bounds: Numbers, columns: OpColumns, shape: PipelineShape) -> bool:
+    """Whether every op is inside the shape, on its own rank, and there once, whole or in part; bounds [ranks + 1]."""
+    if len(bounds) != shape.num_ranks + 1:
+        return False
+    extents = (shape.num_stages, shape.num_micro_batches, shape.num_token_slices)
+    indices = (columns.stage, columns.micro_batch, columns.token_slice)
+    if any(index.max(initial=0) >= extent for index, extent in zip(indices, extents, strict=True)):
+        return False
+    ranks = np.repeat(np.arange(shape.num_ranks), np.diff(bounds))
+    if not np.array_equal(ranks_of_stages(shape)[columns.stage], ranks):
+        return False
+    units = columns.units(shape)
+    for part in (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT):
+        computes = [CODE[kind] for kind in KINDS if Op(part, 0, 0, 0) in parts(Op(kind, 0, 0, 0))]
+        if np.bincount(units[np.isin(columns.kind, computes)], minlength=1).max() > 1:
+            return False
+    return True
+
+
+def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
+    """Look up in the table of dependencies the results that each op waits for, and the target of its own."""
+    num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
+    given = np.array([CODE[result(Op(kind, 0, 0, 0)).kind] for kind in KINDS])
+    gives = given[columns.kind] * (num_made // len(KINDS)) + columns.units(shape)
+    ways = ways_of(shape)
+    way = columns.kind.astype(np.int64) * shape.num_stages + columns.stage
+    targets = ways.targets.reshape(-1)[way]
+    return Wiring(
+        _needs(columns, shape, num_made).reshape(-1).astype(np.int32),
+        gives.astype(np.int32),
+        np.where(targets == NOTHING, NOTHING, gives + num_made).astype(np.int32),
+        targets.astype(np.int32),
+        ways.channels.reshape(-1)[way].astype(np.int32),
+        (way * shape.num_token_slices + columns.token_slice).astype(np.int32),
+        (ways.boundaries.reshape(-1)[way] * shape.num_token_slices + columns.token_slice).astype(np.int32),
+        2 * num_made,
+        int(ways.channels.max()) + 1,
+    )
+
+
+def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> Numbers:
+    """[N, K] numbers of results."""
+    ranks = ranks_of_stages(shape)
+    needs = np.full((len(columns.kind), max(len(reads_of(kind)) for kind in KINDS)), NOTHING, np.int64)
+    for kind in KINDS:
+        ops = np.flatnonzero(columns.kind == CODE[kind])
+        for column, (_, needed, stages, token_slices) in enumerate(reads_of(kind)):
+            there, then = columns.stage[ops] + stages, columns.token_slice[ops] + token_slices
+            inside = (there >= 0) & (there < shape.num_stages) & (then >= 0) & (then < shape.num_token_slices)
+            readers, there, then = ops[inside], there[inside], then[inside]
+            unit = _unit(there, columns.micro_batch[readers], then, shape)
+            travels = ranks[there] != ranks[columns.stage[readers]]
+            needs[readers, column] = CODE[needed] * (num_made // len(KINDS)) + unit + num_made * travels
+    return needs
+
+
+class Ways(NamedTuple):
+    """Ways of the result of each kind of op on each stage; [4 kinds, N stages] each."""
+
+    readers: Numbers
+    """The stage that reads it; NOTHING if none does."""
+    targets: Numbers
+    """The rank it is sent to; NOTHING if it stays."""
+    channels: Numbers
+    """The channel it takes; results that stay on their rank have channels of their own."""
+    boundaries: Numbers
+    """The stage boundary it crosses; 0 if none."""
+
+
+def ways_of(shape: PipelineShape) -> Ways:
+    """Return the ways of all results."""
+    rows = []
+    numbers: dict[tuple[int, int, OpKind], int] = {}
+    for op in (Op(kind, stage, 0, 0) for kind in KINDS for stage in range(shape.num_stages)):
+        reader = reading_stage(result(op), shape)
+        source, target = shape.rank_of(op.stage), NOTHING if reader is None else shape.rank_of(reader)
+        target = NOTHING if target == source else target
+        channel = numbers.setdefault((source, target, result(op).kind), len(numbers))
+        rows.append((NOTHING if reader is None else reader, target, channel, min(op.stage, reader or 0)))
+    return Ways(*np.array(rows).T.reshape(4, len(KINDS), shape.num_stages).copy())
+
+
+def message_times(costs: OpCosts, shape: PipelineShape) -> tuple[Numbers, Numbers]:
+    """Return the times that messages keep their channel busy, and their latencies: [boundaries, token slices] each.
+
+    There is at least one boundary, for results that stay where they are.
+    """
+    sending, latency = np.zeros((2, max(shape.last_stage, 1), shape.num_token_slices))
+    for boundary in range(shape.last_stage):
+        sending[boundary] = [costs.sending_time(boundary, each) for each in range(shape.num_token_slices)]
+        latency[boundary] = costs.latency(boundary)
+    return sending, latency
+
+
+def ranks_of_stages(shape: PipelineShape) -> Numbers:
+    """Return the rank that each stage is on: [stages]."""
+    return np.array([shape.rank_of(stage) for stage in range(shape.num_stages)])
+
+
+def _unit(stage: Numbers, micro_batch: Numbers, token_slice: Numbers, shape: PipelineShape) -> Numbers:
+    unit: Numbers = (stage.astype("int64") * shape.num_micro_batches + micro_batch) * shape.num_token_slices
+    return unit + token_slice
+
+
+class CopyEvents(NamedTuple):
+    """Arguments of `simulate_ops` in its order. Copies are numbered rank by rank."""
+
+    posts: Numbers
+    posted: Numbers
+    copying: Numbers
+    back: Numbers
+
+    @classmethod
+    def of(cls, plan: HostCopyPlan | None, bounds: Numbers) -> "CopyEvents":
+        """Number the copies of a plan; bounds [ranks + 1] of the rows of ops."""
+        num_ops = int(bounds[-1])
+        back = np.full(num_ops, NOTHING, np.int32)
+        sizes: list[float] = []
+        # By op, then by event, then in the order in which copies are posted.
+        events: list[tuple[int, int, str, int]] = []
+        for (first, _), copies in zip(pairwise(bounds.tolist()), () if plan is None else plan.ranks, strict=False):
+            for posted, copy in enumerate(copies, start=len(sizes)):
+                sizes.append(copy.size)
+                events.append((first + copy.offload - 1, OFFLOADED, copy.content, posted))
+                events.append((first + copy.fetch - 1, FETCHED, "", posted))
+                events.append((first + copy.drop - 1, DROPPED, "", posted))
+                back[first + copy.reader] = posted  # the last one, since they are back in this order
+        events.sort()
+        counts = np.bincount([op for op, *_ in events], minlength=num_ops) if events else np.zeros(num_ops, np.int64)
+        speeds = (1.0, 1.0) if plan is None else (plan.to_host, plan.from_host)
+        return cls(
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            np.array([3 * copy + event for _, event, _, copy in events], np.int32),
+            np.concatenate([np.array(sizes, np.float64) / speed for speed in speeds]),
+            back,
+        )
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of all ranks."""
+        return len(self.copying) // 2
+
+    def timed(self, plan: HostCopyPlan | None, copied: Numbers) -> Iterator[TimedCopy]:
+        """Yield the copies that have run, by rank and start, from their times [3 * copies]."""
+        if plan is None:
+            return
+        to_host, from_host = self.copying.reshape(2, -1)
+        offloaded, fetched, dropped = copied.reshape(3, -1)
+        times = zip(
+            *(each.tolist() for each in (offloaded, offloaded + to_host, dropped, fetched, fetched + from_host)),
+            strict=True,
+        )
+        for copies in plan.ranks:
+            timed = [(copy.offload, TimedCopy(*copy[:4], *next(times))) for copy in copies]
+            yield from (copy for _, copy in sorted(timed, key=lambda each: (each[0], each[1].content)))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.simulate.arrays import Numbers
+from deepspeed_ext.plan.simulate.compiled import Numbers
 from deepspeed_ext.plan.solve.problem import (
     FORWARD,
     INPUT_GRADIENT,

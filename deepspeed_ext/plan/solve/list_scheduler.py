@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.simulate.arrays import Numbers, compiled
+from deepspeed_ext.plan.simulate.compiled import Numbers, compiled
 from deepspeed_ext.plan.solve.problem import (
     ROUNDING,
     UNKNOWN,

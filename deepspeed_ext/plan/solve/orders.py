@@ -38,8 +38,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, parts
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
-from deepspeed_ext.plan.simulate.arrays import Numbers
-from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders, Numbers
 from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, anneal, list_schedule
 from deepspeed_ext.plan.solve.problem import (

@@ -19,8 +19,8 @@ from numba import njit
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reads_of, result
-from deepspeed_ext.plan.simulate import arrays
-from deepspeed_ext.plan.simulate.arrays import Numbers, OpColumns, compiled
+from deepspeed_ext.plan.simulate import compiled as arrays
+from deepspeed_ext.plan.simulate.compiled import Numbers, OpColumns, compiled
 
 KINDS = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT, OpKind.BACKWARD)
 """Kinds of ops by their numbers."""

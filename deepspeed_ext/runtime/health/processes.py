@@ -17,6 +17,8 @@ then its name is removed, and its memory is freed with the last of them.
 """
 
 import atexit
+import ctypes
+import faulthandler
 import fcntl
 import mmap
 import os
@@ -91,19 +93,16 @@ def _python_program(arguments: Sequence[str]) -> str:
 
 
 def start_of(pid: int) -> float | None:
-    """Time at which a process started, in ticks of a clock that cannot be set on Linux, else in seconds.
+    """Time at which a process started, in ticks of a clock that cannot be set.
 
     None if it has ended, also if its parent has not collected it yet.
     """
     try:
-        if sys.platform.startswith("linux"):
-            # The name, in brackets, may contain anything.
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return None if state in "ZX" else float(fields[18])
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except (OSError, psutil.NoSuchProcess):
+        # The name, in brackets, may contain anything.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return None
+    return None if state in "ZX" else float(fields[18])
 
 
 def own_launch() -> tuple[Ancestor, ...]:
@@ -310,3 +309,44 @@ class ProcessEnd:
                 with suppress(OSError, ValueError):
                     stream.flush()
             os._exit(self.code)
+
+
+_STACKS = 3 / 4
+"""Part of the time to the kill after which stacks are printed: before other ranks report this one, and end the run."""
+
+_CLOCK_MONOTONIC = 1
+
+_EVENT = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
+"""Linux's `struct sigevent`: value, signal, and SIGEV_SIGNAL as the way in which it comes."""
+
+
+class KillTimer:
+    """The timer of this process, which prints its stacks before. It is off until it is set."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._timer: ctypes.c_void_p | None = None
+        self._library = ctypes.CDLL(None)
+        timer = ctypes.c_void_p()
+        try:
+            if self._library.timer_create(_CLOCK_MONOTONIC, _EVENT, ctypes.byref(timer)) == 0:
+                self._timer = timer
+        except AttributeError:
+            pass  # A C library without it: the launcher kills ranks that do not end.
+
+    def set(self, seconds: float) -> None:
+        """Kill the process after this time, in place of an earlier setting."""
+        # A child process that was forked has no timer.
+        if self._timer is not None and os.getpid() == self._process:
+            whole = int(seconds)
+            # The C library's `struct itimerspec`: seconds and nanoseconds of the interval, and of the first time.
+            setting = struct.pack("4l", 0, 0, whole, int((seconds - whole) * 1e9))
+            self._library.timer_settime(self._timer, 0, setting, None)
+            faulthandler.dump_traceback_later(_STACKS * seconds, file=2)
+
+    def end(self) -> None:
+        """Remove the timer."""
+        timer, self._timer = self._timer, None
+        if timer is not None and os.getpid() == self._process:
+            self._library.timer_delete(timer)
+            faulthandler.cancel_dump_traceback_later()

@@ -18,12 +18,8 @@ signals but SIGKILL: a timer of the kernel, which needs none of its threads, kil
 the lock of Python's interpreter, none of them runs: `faulthandler`, which needs no lock, prints the stacks before.
 """
 
-import ctypes
-import faulthandler
 import os
-import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -44,48 +40,8 @@ from deepspeed_ext.runtime.health.ledger import (
     is_in_collective,
     main_stack,
 )
+from deepspeed_ext.runtime.health.processes import KillTimer
 from deepspeed_ext.runtime.health.stall import Position, RollCall, explain, explain_silent_store
-
-_CLOCK_MONOTONIC = 1
-
-
-_EVENT = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
-"""Linux's `struct sigevent`: value, signal, and SIGEV_SIGNAL as the way in which it comes."""
-
-
-class KillTimer:
-    """The timer of this process, which prints its stacks before. It is off until it is set; without Linux always."""
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self._timer: ctypes.c_void_p | None = None
-        if not sys.platform.startswith("linux"):
-            return
-        self._library = ctypes.CDLL(None)
-        timer = ctypes.c_void_p()
-        try:
-            if self._library.timer_create(_CLOCK_MONOTONIC, _EVENT, ctypes.byref(timer)) == 0:
-                self._timer = timer
-        except AttributeError:
-            pass  # A C library without it: the launcher kills ranks that do not end.
-
-    def set(self, seconds: float) -> None:
-        """Kill the process after this time, in place of an earlier setting."""
-        # A child process that was forked has no timer.
-        if self._timer is not None and os.getpid() == self._process:
-            whole = int(seconds)
-            # The C library's `struct itimerspec`: seconds and nanoseconds of the interval, and of the first time.
-            setting = struct.pack("4l", 0, 0, whole, int((seconds - whole) * 1e9))
-            self._library.timer_settime(self._timer, 0, setting, None)
-            faulthandler.dump_traceback_later(_STACKS * seconds, file=2)
-
-    def end(self) -> None:
-        """Remove the timer."""
-        timer, self._timer = self._timer, None
-        if timer is not None and os.getpid() == self._process:
-            self._library.timer_delete(timer)
-            faulthandler.cancel_dump_traceback_later()
-
 
 STALLED = 75
 """Exit code of a rank that ends because the run has stalled: `EX_TEMPFAIL`, a failure that may not recur."""
@@ -102,9 +58,6 @@ _ANSWERS = 3
 _SILENT = 1 / 3
 """Part of the timeout without answers after which a rank counts as stopped: a library may block all threads of a
 process for a while."""
-
-_STACKS = 3 / 4
-"""Part of the time to the kill after which stacks are printed: before other ranks report this one, and end the run."""
 
 _CONCLUDES_IN_S = 20.0
 """Longest time to write a ledger and print the line, after which the process is killed: a file system may hang, too."""

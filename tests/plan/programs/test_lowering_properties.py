@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.device import DeviceModel, Events
 from deepspeed_ext.plan.programs.lowering import lower, lowering_costs
@@ -284,15 +283,3 @@ def test_many_shapes_run_without_deadlock_or_buffers_that_overlap(all_setups):
         seen = [max(each) for each in zip(seen, extents, strict=True)]
     most = [MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKEN_SLICES, MOST_MODEL_CHUNKS]
     assert seen == most if all_setups else all(extent > 0.9 * each for extent, each in zip(seen, most, strict=True))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_large_shapes_are_free_of_deadlocks(name):
-    random = Random(2)
-    for _ in range(25):
-        model_chunks = random.randint(1, MOST_MODEL_CHUNKS) if name in WITH_MODEL_CHUNKS else 1
-        ranks, micro_batches, token_slices = (
-            random.randint(1, most) for most in (MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKEN_SLICES)
-        )
-        shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
-        CompiledOrders.of_schedule(schedule_named(name), shape).simulate(OpCosts.uniform(shape, weight_gradient=1.0))

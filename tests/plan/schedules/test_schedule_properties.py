@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.ops import Op, OpKind, parts, prerequisites, result
-from deepspeed_ext.plan.schedules import (
-    forward_order,
-    interleaved,
-    one_f_one_b,
-    rank_orders,
-    schedule_named,
-)
+from deepspeed_ext.plan.schedules import forward_order, interleaved, one_f_one_b, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from deepspeed_ext.plan.timeline import executed_order
 from tests.strategies import WITH_MODEL_CHUNKS, costs_with_links, orders_of_pipelines, pipelines, shapes, tables, times
@@ -110,12 +104,3 @@ def test_evaluation_is_the_forward_part_of_every_schedule(shape):
 @given(shapes())
 def test_interleaved_on_one_stage_a_rank_is_1f1b(shape):
     assert rank_orders(interleaved, shape) == rank_orders(one_f_one_b, shape)
-
-
-@given(shapes(max_token_slices=1))
-def test_one_token_slice_gives_the_classic_1f1b(shape):
-    # PipeDream-flush: P - i - 1 warmup forwards, or as many as there are.
-    for rank, order in enumerate(rank_orders(one_f_one_b, shape)):
-        kinds = "".join(op.kind.value for op in order)
-        warmup = min(shape.num_stages - rank - 1, shape.num_micro_batches)
-        assert kinds == "F" * warmup + "FB" * (shape.num_micro_batches - warmup) + "B" * warmup

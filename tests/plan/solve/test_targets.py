@@ -22,8 +22,6 @@ TOKENS = 8192
 @pytest.mark.parametrize(
     ("attention_share", "num_model_chunks", "placement", "most"),
     [
-        (0.6, 2, Placement.V, 0.06),
-        (0.6, 2, Placement.LOOPED, 0.045),
         (0.6, 4, Placement.LOOPED, 0.02),
         (0.3, 2, Placement.V, 0.05),
     ],

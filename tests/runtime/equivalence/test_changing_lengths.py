@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
+from deepspeed_ext.plan import found_schedule
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.ops import Op, PipelineShape
@@ -142,7 +144,8 @@ def _on_one() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _on_two() -> tuple[Any, ...]:
     changing = [_train(setup, CUTS, keywords) for setup, keywords in CHANGING]
-    found = [_train(setup, CUTS, {}, settles=setup is FOUND) for setup in (FOUND, replace(FOUND, schedule="1f1b"))]
+    with patch.object(found_schedule, "EFFORT", 1e-3):
+        found = [_train(setup, CUTS, {}, settles=setup is FOUND) for setup in (FOUND, replace(FOUND, schedule="1f1b"))]
     by_documents = [_train_by_documents(IN_THREE, settles=settles) for settles in (False, True)]
     return by_documents, changing, found, {exchange: _decisions(REPLICAS, exchange) for exchange in ExpertExchange}
 
