@@ -45,13 +45,12 @@ def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
     kinds = _by_kind(cluster)
     counts = [len(nodes) for nodes in kinds]
     distinct = factorial(sum(counts)) // prod(map(factorial, counts)) if sum(counts) <= 64 else most + 1
-    if distinct <= most:
-        sequences = sorted(set(_sequences(counts)))
+    if len(kinds) > 1 and distinct <= most:
+        sequences = sorted(set(permutations(kind for kind, count in enumerate(counts) for _ in range(count))))
     else:
-        families = _families(kinds)
         sequences = [
             tuple(kind for family in order for kind in family for _ in range(counts[kind]))
-            for order in permutations(families)
+            for order in permutations(_families(kinds))
         ]
     orders = []
     for sequence in sequences:
@@ -62,18 +61,12 @@ def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
 
 def better_order(cluster: Cluster, score: Callable[[Cluster], float], *, evaluations: int = 40) -> Cluster:
     """Improve an order by exchanging runs of nodes, as long as that helps and evaluations are left."""
-    best, lowest, left = cluster, score(cluster), evaluations - 1
-    improved = True
-    while improved and left > 0:
-        improved = False
-        for neighbour in _neighbours(best):
-            if left <= 0:
-                break
-            left -= 1
-            value = score(neighbour)
-            if value < lowest * (1 - 1e-9):
-                best, lowest, improved = neighbour, value, True
-                break
+    best, lowest, neighbours = cluster, score(cluster), _neighbours(cluster)
+    for _ in range(evaluations - 1):
+        if (neighbour := next(neighbours, None)) is None:
+            break
+        if (value := score(neighbour)) < lowest * (1 - 1e-9):
+            best, lowest, neighbours = neighbour, value, _neighbours(neighbour)
     return best
 
 
@@ -117,18 +110,6 @@ def _families(kinds: Sequence[Sequence[Node]]) -> list[list[int]]:
         if kind not in families:
             families[min(sorted(leaders), key=lambda leader: abs(flops(leader) - flops(kind)))].append(kind)
     return [sorted(family) for family in families.values()]
-
-
-def _sequences(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every sequence with so many of each kind."""
-    if not any(counts):
-        yield ()
-        return
-    for kind, count in enumerate(counts):
-        if count:
-            rest = [left - (other == kind) for other, left in enumerate(counts)]
-            for tail in _sequences(rest):
-                yield (kind, *tail)
 
 
 def _neighbours(cluster: Cluster) -> Iterator[Cluster]:

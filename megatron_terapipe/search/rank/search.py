@@ -16,6 +16,7 @@ stages and the order of nodes are then solved for the best (`refined`). The same
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, log1p
 from typing import Any
 
@@ -119,14 +120,12 @@ def simplicity(strategy: Strategy) -> tuple[Any, ...]:
     return tuple(each.tie_key_of(getattr(strategy, each.name)) for each in by_place)
 
 
-def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
-    """Return the best entry of each strategy, whatever its node order and however its cut is written."""
-    best: dict[Strategy, Ranked] = {}
-    for entry in sorted(entries, key=lambda entry: entry.sort_key(0.0)):
-        lengths = entry.strategy.cut(seq_length).lengths
-        same = replace(entry.strategy, placement=None, token_slices=lengths)
-        best.setdefault(same, entry)
-    return list(best.values())
+def first_of_each(entries: Iterable[Ranked], key: Callable[[Ranked], object]) -> list[Ranked]:
+    """Return the first entry with each key."""
+    found: dict[object, Ranked] = {}
+    for entry in entries:
+        found.setdefault(key(entry), entry)
+    return list(found.values())
 
 
 def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
@@ -138,16 +137,18 @@ def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
 
 
 def all_in_order(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
-    """Return the strategies numbered from 1, best first, each once."""
-    return ranked_in_order(without_repetitions(entries, seq_length))
+    """Return the strategies numbered from 1, best first, each once, whatever its node order or spelling of its cut."""
+
+    def same(entry: Ranked) -> Strategy:
+        return replace(entry.strategy, placement=None, token_slices=entry.strategy.cut(seq_length).lengths)
+
+    return ranked_in_order(first_of_each(sorted(entries, key=lambda entry: entry.sort_key(0.0)), same))
 
 
 def best_of_layouts(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
     """Return the best entry of each layout, numbered from 1, best first."""
-    found: dict[object, Ranked] = {}
-    for entry in all_in_order(entries, seq_length):
-        found.setdefault(entry.row, entry)
-    return [replace(entry, rank=rank) for rank, entry in enumerate(found.values(), start=1)]
+    found = first_of_each(all_in_order(entries, seq_length), lambda entry: entry.row)
+    return [replace(entry, rank=rank) for rank, entry in enumerate(found, start=1)]
 
 
 MOST_CONTENDERS = 14  # strategies that a constant of the cost model may make the winner
@@ -155,11 +156,8 @@ MOST_CONTENDERS = 14  # strategies that a constant of the cost model may make th
 
 def contenders_of(ranked: Iterable[Ranked]) -> list[Ranked]:
     """Return the first and those that differ from all before in layout, schedule or recomputation."""
-    found: dict[object, Ranked] = {}
-    for entry in ranked:
-        one = entry.strategy
-        found.setdefault((entry.row, one.schedule, one.recompute), entry)
-    return list(found.values())[:MOST_CONTENDERS]
+    different = first_of_each(ranked, lambda entry: (entry.row, entry.strategy.schedule, entry.strategy.recompute))
+    return different[:MOST_CONTENDERS]
 
 
 def priced(strategy: Strategy, pricing: Pricing, headroom: float = 0.0) -> Ranked | None:
@@ -352,14 +350,15 @@ def search(
     contenders = contenders_of([*best_of_layouts(entries, seq_length)[:top], *all_in_order(entries, seq_length)])
     if not all_variants:
         ordered = [replace(entry, variants=counts.variants[entry.row]) for entry in ordered]
+    in_hostfile_order = partial(_in_hostfile_order, cluster=problem.cluster)
     return SearchResult(
-        entries=tuple(_in_hostfile_order(entry, problem.cluster) for entry in ordered),
+        entries=tuple(map(in_hostfile_order, ordered)),
         counts=counts,
         proven=could_save <= 1 - 1 / (1 + NEARLY_AS_FAST),
         could_save=could_save,
         refused=tuple(contest.refused),
-        contenders=tuple(_in_hostfile_order(entry, problem.cluster) for entry in contenders),
-        too_full=None if too_full is None else _in_hostfile_order(too_full, problem.cluster),
+        contenders=tuple(map(in_hostfile_order, contenders)),
+        too_full=None if too_full is None else in_hostfile_order(too_full),
     )
 
 

@@ -275,26 +275,23 @@ def _most_promising(found: Mapping[int, Judged]) -> list[int]:
     return sorted((count for count in found if count > 1), key=lambda count: found[count][0])
 
 
+@dataclass(eq=False)
 class _Solver:
     """Cuts for one strategy; keeps tables of times."""
 
-    def __init__(
-        self,
-        cost_model: CostModel,
-        strategy: Strategy,
-        granularity: int | None,
-        memory_limit: float | None,
-        model_chunk_placement: Placement,
-    ) -> None:
-        self._cost_model, self._strategy = cost_model, strategy
-        self._granularity = granularity
-        self._memory_limit, self._model_chunk_placement = memory_limit, model_chunk_placement
-        self._schedule = None if strategy.schedule == OPTIMISED else schedule_named(strategy.schedule)
-        self._tabulated = cache(partial(TabulatedCosts.of, cost_model, strategy))
+    cost_model: CostModel
+    strategy: Strategy
+    granularity: int | None
+    memory_limit: float | None
+    model_chunk_placement: Placement
+    refusal: str = ""
+    """Why the last number was refused; empty = none was."""
+
+    def __post_init__(self) -> None:
+        self._schedule = None if self.strategy.schedule == OPTIMISED else schedule_named(self.strategy.schedule)
+        self._tabulated = cache(partial(TabulatedCosts.of, self.cost_model, self.strategy))
         """Times of a grid, made once; so are the others."""
         self._for_gpipe, self._evaluation = cache(self._best_for_gpipe), cache(self._evaluation_of)
-        self.refusal = ""
-        """Why the last number was refused; empty = none was."""
 
     def sketched_s(self, count: int) -> float | None:
         """About the makespan of the best cut; None if so many token slices do not fit."""
@@ -328,19 +325,19 @@ class _Solver:
 
     def priced(self, cut: TokenSlices) -> PricedCut:
         """With all that an iteration takes."""
-        strategy = replace(self._strategy, num_token_slices=len(cut), token_slices=cut.lengths)
-        predicted = self._cost_model.predict_time(
-            strategy, memory_limit=self._memory_limit, model_chunk_placement=self._model_chunk_placement
+        strategy = replace(self.strategy, num_token_slices=len(cut), token_slices=cut.lengths)
+        predicted = self.cost_model.predict_time(
+            strategy, memory_limit=self.memory_limit, model_chunk_placement=self.model_chunk_placement
         )
         return PricedCut(cut.lengths, predicted.iteration_time_s)
 
     def _grid(self, count: int) -> CutGrid:
-        return places_to_cut(self._cost_model.workload.seq_length, self._strategy, count, self._granularity)
+        return places_to_cut(self.cost_model.workload.seq_length, self.strategy, count, self.granularity)
 
     def _evaluation_of(self, count: int) -> CutEvaluation:
-        shape = pipeline_shape(replace(self._strategy, num_token_slices=count, token_slices=None))
-        shape = replace(shape, placement=self._model_chunk_placement)
-        transfer = whole_messages(self._cost_model, self._strategy)
+        shape = pipeline_shape(replace(self.strategy, num_token_slices=count, token_slices=None))
+        shape = replace(shape, placement=self.model_chunk_placement)
+        transfer = whole_messages(self.cost_model, self.strategy)
         costs = self._tabulated(self._grid(count))
         if self._schedule is not None:
             return ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
@@ -348,7 +345,7 @@ class _Solver:
 
     def _optimised(self, shape: PipelineShape, costs: TabulatedCosts, transfer: float | TransferCosts) -> CutEvaluation:
         even = TokenSlices((1,) * shape.num_token_slices)
-        limit = self._memory_limit or memory_of_1f1b(shape, even)
+        limit = self.memory_limit or memory_of_1f1b(shape, even)
         # Makespans of found orders are not on a straight line over the micro-batches.
         fewer = replace(shape, num_micro_batches=min(shape.num_micro_batches, OPTIMISED_ROUNDS * shape.num_ranks))
         return OptimisedOrders(fewer, costs, memory_limit=limit, transfer=transfer)
@@ -359,7 +356,7 @@ class _Solver:
         All ops of the busiest rank one after the other, and the longest forward and backward once for each other rank.
         """
         grid = self._grid(count)
-        strategy = self._strategy
+        strategy = self.strategy
         # A rank with several model chunks passes every micro-batch as often.
         passes, ranks = strategy.num_micro_batches * strategy.num_model_chunks, strategy.pipeline_parallel_size
         costs = self._tabulated(grid).busiest_and_others(ranks)
