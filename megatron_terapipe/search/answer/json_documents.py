@@ -190,29 +190,23 @@ class TrainerPart(ClosedModel):
 class AdvicePart(ClosedModel):
     """Possible changes, and doubts."""
 
-    memory_headroom: float
+    memory_headroom: float = MEMORY_HEADROOM
     """Share of each device that every ranked strategy leaves free."""
-    too_full: TooFullPart | None
+    too_full: TooFullPart | None = None
     """A faster strategy without headroom; null = there is none."""
-    fewer_devices: list[FewerDevicesPart]
+    fewer_devices: list[FewerDevicesPart] = Field(default_factory=list)
     """Parts of the cluster that were tried, largest first."""
-    sensitivity: SensitivityPart | None
+    sensitivity: SensitivityPart | None = None
     """Constants that decide the winner; null = there is no winner."""
-    utilization: UtilizationPart | None
+    utilization: UtilizationPart | None = None
     """Null = the MFU of the winner is at most 3 points above the best published, or none is known."""
-    distance_to_fit: DistancePart | None
+    distance_to_fit: DistancePart | None = None
     """Null = the model fits, or memory is not the reason why no strategy can run."""
-    found_order: FoundOrderPart | None
+    found_order: FoundOrderPart | None = None
     """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""
-    interleaved_slices: FoundOrderPart | None
+    interleaved_slices: FoundOrderPart | None = None
     """The best interleaved schedule with token slices on the layout of the winner; null = it saves no time, or rankings
     have it."""
-
-    @classmethod
-    def of(cls, **known: Any) -> "AdvicePart":
-        """Return advice of which only some is known."""
-        nothing: dict[str, Any] = dict.fromkeys(cls.model_fields)
-        return cls(**nothing | {"memory_headroom": MEMORY_HEADROOM, "fewer_devices": []} | known)
 
 
 SCHEMA_VERSION: Final = 1
@@ -346,9 +340,9 @@ class SearchPart(ClosedModel):
 class LaunchPart(ClosedModel):
     """Command and files that launch the winner."""
 
-    command: str | None
-    files: list[str]
-    why_not: str | None
+    command: str | None = None
+    files: list[str] = Field(default_factory=list)
+    why_not: str | None = None
     """Why there is no command; null where there is one."""
 
 
@@ -391,7 +385,7 @@ class RankDocument(Ranking):
     search: SearchPart
     why_none: str | None
     """Why no strategy can run; null where one can."""
-    launch: LaunchPart
+    launch: LaunchPart = LaunchPart()
 
 
 class PredictDocument(Ranking):
@@ -461,9 +455,3 @@ class TrialDocument(Document):
     """Errors of `predicted`; null = no trial has a time."""
     errors_calibrated: Errors | None
     """Errors of `calibrated`, which was fitted to these trials."""
-
-
-AnyDocument = Annotated[
-    RankDocument | PredictDocument | TokenSlicesDocument | TrialDocument, Field(discriminator="command")
-]
-"""The document of any command."""

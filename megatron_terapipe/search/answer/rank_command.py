@@ -28,7 +28,7 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_one_strategy,
 )
-from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPart, RankDocument, SearchPart
+from megatron_terapipe.search.answer.json_documents import AdvicePart, RankDocument, SearchPart
 from megatron_terapipe.search.answer.other_trainers import other_trainers, trainer_notes
 from megatron_terapipe.search.answer.output_files import script_command, write_document, write_files
 from megatron_terapipe.search.answer.what_if import Question, advice_notes, advise, distance_text, remedies_text
@@ -170,7 +170,6 @@ def run(options: argparse.Namespace) -> int:
             could_save=result.could_save,
         ),
         why_none=None if result.entries else nothing_fits(result, advice, problem),
-        launch=LaunchPart(command=None, files=[], why_not=None),
     )
     op_costs = pricing.cost_model.pipeline_costs
     document = write_files(document, problem, op_costs, directory=options.output, html=options.html)

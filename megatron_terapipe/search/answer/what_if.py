@@ -115,9 +115,9 @@ def advise(
     if winner is None:
         if result.counts.rejected[FITS] or result.counts.rejected[HEADROOM]:
             found["distance_to_fit"] = distance_to_fit(asked)
-        return AdvicePart.of(**found)
+        return AdvicePart(**found)
     parts = on_fewer_devices(asked, winner, progress)
-    return AdvicePart.of(
+    return AdvicePart(
         **found,
         fewer_devices=[fewer_devices_part(part, entry, winner, problem, training) for part, entry in parts],
         sensitivity=sensitivity(result.contenders, asked.pricing, asked.costs.calibration),

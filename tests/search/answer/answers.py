@@ -1,12 +1,23 @@
-"""A small answer of a search, made by hand."""
+"""A small answer of a search, made by hand; and documents that commands print, read by the classes that write them."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.json_documents import AdvicePart, LaunchPart, RankDocument, SearchPart
+from megatron_terapipe.search.answer.json_documents import (
+    AdvicePart,
+    PredictDocument,
+    RankDocument,
+    SearchPart,
+    TokenSlicesDocument,
+    TrialDocument,
+)
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.cost_model import Prediction, TimeBreakdown
 from megatron_terapipe.search.price.memory import RankMemory
@@ -81,13 +92,30 @@ def answer(
     rejected = {"does not fit <memory>": 3000, "batch": 1000}
     fields: dict[str, Any] = {
         "trainers": [],
-        "advice": AdvicePart.of(),
+        "advice": AdvicePart(),
         "search": SearchPart(
             considered=5000, rejected=rejected, priced=1000, simulated=0, proven=False, could_save=0.0
         ),
         "why_none": None,
-        "launch": LaunchPart(command=None, files=[], why_not=None),
     }
     found = strategies() if entries is None else entries
     shared = ranking(problem or small_problem(), found, notes, global_batch_size=8, training=training)
     return RankDocument(**shared, **(fields | more))
+
+
+READER: TypeAdapter[Any] = TypeAdapter(
+    Annotated[RankDocument | PredictDocument | TokenSlicesDocument | TrialDocument, Field(discriminator="command")]
+)
+
+
+def checked(text: str) -> dict[str, Any]:
+    """Return the document of a text; raises if a key is unknown or missing, or a value is of another type."""
+    document = json.loads(text)
+    READER.validate_python(document)
+    assert isinstance(document, dict)
+    return document
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the document of a file; see `checked`."""
+    return checked(path.read_text())

@@ -34,8 +34,7 @@ from megatron_terapipe.search.price.workload_files import parse_workload, read_w
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.html_pages import Page
-from tests.search.answer.answers import BEST, answer, small_problem, strategies
-from tests.search.answer.documents import READER, checked, read
+from tests.search.answer.answers import BEST, READER, answer, checked, read, small_problem, strategies
 
 
 def test_the_document_of_a_ranking() -> None:

@@ -172,5 +172,5 @@ def test_fewer_devices_of_a_mixed_cluster(time_ratio: float, price_ratio: float 
         nodes=["a"], time_ratio=time_ratio, cost_ratio=time_ratio / 2, price_ratio=price_ratio,
         device_hours_ratio={"fast": time_ratio, "slow": 0.0},
     )  # fmt: skip
-    notes = advice_notes(AdvicePart.of(fewer_devices=[part]), problems.small_problem(cluster))
+    notes = advice_notes(AdvicePart(fewer_devices=[part]), problems.small_problem(cluster))
     assert said in notes[0] if said else not notes

@@ -11,7 +11,7 @@ from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.flags import read_strategies
 from megatron_terapipe.strategy import Strategy
-from tests.search.answer.documents import read
+from tests.search.answer.answers import read
 from tests.search.problems import small_model
 
 MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 1024}

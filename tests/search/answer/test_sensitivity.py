@@ -160,7 +160,7 @@ def test_mfu_above_all_published_ones_is_doubted() -> None:
     assert check.published_time_s is not None
     used = speed_of(PROBLEM, strategy, check.published_time_s).mfu_causal
     assert used == pytest.approx(check.published_causal)
-    (note,) = advice_notes(AdvicePart.of(utilization=check), small_problem())
+    (note,) = advice_notes(AdvicePart(utilization=check), small_problem())
     assert "is above the best published for such devices, 70% (Llama 13B" in note and "at that MFU rank 1 takes" in note
 
 
@@ -174,7 +174,7 @@ def test_long_sequences_are_compared_with_causal_attention() -> None:
     assert check.predicted_causal < check.published_causal
     # No time is in doubt: the usual count has scores that are never computed.
     assert check.published_time_s is None
-    (note,) = advice_notes(AdvicePart.of(utilization=check), small_problem())
+    (note,) = advice_notes(AdvicePart(utilization=check), small_problem())
     assert "compare the causal MFU" in note
 
 

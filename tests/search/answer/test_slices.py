@@ -8,7 +8,7 @@ import pytest
 
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.slices_command import flags_of
-from tests.search.answer.documents import checked, read
+from tests.search.answer.answers import checked, read
 
 CLUSTER = {
     "nodes": [

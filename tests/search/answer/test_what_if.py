@@ -87,10 +87,10 @@ def test_found_order_is_in_notes_and_files(tmp_path: Path) -> None:
     winner_s = found.iteration_time_s / 0.8
     part = alternative_part(found, replace(winner, prediction=replace(winner.price, iteration_time_s=winner_s)))
     assert part is not None and part.strategy == found.strategy.to_json() and part.could_save == pytest.approx(0.2)
-    (line,) = advice_notes(AdvicePart.of(found_order=part), problem)
+    (line,) = advice_notes(AdvicePart(found_order=part), problem)
     assert "(--pipeline-schedule optimised --vocabulary-stages) rank 1 takes " in line and ", 20% less: " in line
     other = alternative_part(replace(found, strategy=replace(answers.BEST, schedule=OPTIMISED)), winner)
-    document, asked = answers.answer(advice=AdvicePart.of(found_order=other)), answers.small_problem()
+    document, asked = answers.answer(advice=AdvicePart(found_order=other)), answers.small_problem()
     costs = Pricing(asked.workload, asked.cluster).cost_model.pipeline_costs
     written = write_files(document, asked, costs, directory=str(tmp_path), html=None).launch
     folder = tmp_path / FOUND_ORDER
@@ -152,7 +152,7 @@ def test_slow_devices_and_slow_links_are_left_out(devices: tuple, network: float
     cluster = Cluster(nodes=tuple(node(f"host{at}", each, network=network) for at, each in enumerate(devices)))
     problem = small_problem(cluster, global_batch_size=64)
     found = parts_for(problem)
-    lines = advice_notes(AdvicePart.of(fewer_devices=found), problem)
+    lines = advice_notes(AdvicePart(fewer_devices=found), problem)
     total = cluster.num_devices
     assert all(part.cost_ratio == pytest.approx(part.time_ratio * part.num_devices / total) for part in found)
     if not note:
@@ -167,14 +167,14 @@ PLAIN = Strategy(data_parallel_size=4, global_batch_size=8).to_json()
 
 def full(could_save: float) -> AdvicePart:
     part = TooFullPart(strategy=PLAIN, iteration_time_s=1.0, left_free=0.0217, could_save=could_save)
-    return AdvicePart.of(too_full=part)
+    return AdvicePart(too_full=part)
 
 
 def decided(*changes: OtherWinnerPart, given: float | None = None, network: tuple[NetworkPart, ...] = ()) -> AdvicePart:
     found = SensitivityPart(
         changes=list(changes), network=list(network), network_bandwidth=given, num_constants=25, num_contenders=6
     )
-    return AdvicePart.of(sensitivity=found)
+    return AdvicePart(sensitivity=found)
 
 
 def other(constant: str, change: float, regret: float, *, is_memory: bool = False) -> OtherWinnerPart:
@@ -310,8 +310,8 @@ def test_missing_memory_and_remedies() -> None:
     text = distance_text(part, problem)
     assert "of 950 MB that a fast has (5 % kept free); it would fit with 8 such devices (4 nodes) or " in text
     assert "or --seq-length 256 or --key-value-gradients bf16 or --recompute free or devices of " in text
-    (note,) = advice_notes(AdvicePart.of(distance_to_fit=part), problem)
+    (note,) = advice_notes(AdvicePart(distance_to_fit=part), problem)
     assert "framework 3.5 GB" in note and "of 950 MB. With the optimizer state in the memory of the host (" in note
     offloaded = part.model_copy(update={"fits_with_optimizer_on_host": True})
-    (other,) = advice_notes(AdvicePart.of(distance_to_fit=offloaded), problem)
+    (other,) = advice_notes(AdvicePart(distance_to_fit=offloaded), problem)
     assert "it would not fit either: " in note and "it would fit: " in other

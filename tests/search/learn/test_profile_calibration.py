@@ -26,7 +26,7 @@ from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
-from tests.search.answer.documents import checked
+from tests.search.answer.answers import checked
 from tests.search.learn import synthetic
 from tests.search.price.profiles import MODEL, profile
 
