@@ -1,17 +1,21 @@
-"""`rank` keeps its contract, its winner is trainable, and `predict` prices files of strategies."""
+"""Commands of the search: `rank` keeps its contract, its winner is trainable; `predict` and `slices` take files."""
 
 import json
 import re
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.planning import check_trainable
-from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.answer.flags import read_strategies
+from megatron_terapipe.search.__main__ import COMMANDS, main
+from megatron_terapipe.search.answer.flags import add_question_flags, precision_of, problem_of, read_strategies
+from megatron_terapipe.search.answer.slices_command import flags_of
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.strategy import Strategy
-from tests.search.answer.answers import read
+from tests.architecture.sources import ROOT
+from tests.search.answer.answers import checked, read
 from tests.search.problems import small_model
 
 MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 1024}
@@ -25,9 +29,96 @@ STRATEGY_FIELDS = (
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))
+    for name, document in (("model", MODEL), ("cluster", CLUSTER)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
     return [str(tmp_path / "model.json"), str(tmp_path / "cluster.json"), "--global-batch-size", "8"]
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text and command.summary in text for name, command in COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "name", "seq_length"),
+    [
+        ("gpt3-13b", "--seq-length 1024", "gpt3-13b", 1024),
+        ("-", "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32", "2x64", 32),
+    ],
+)
+def test_a_question_from_flags(model: str, flags: str, name: str, seq_length: int) -> None:
+    parser = ArgumentParser()
+    add_question_flags(parser)
+    cluster = str(ROOT / "examples" / "clusters" / "p3.16xlarge-48.yaml")
+    problem, notes = problem_of(parser.parse_args([model, cluster, *flags.split()]), 8)
+    assert (problem.workload.name, problem.workload.seq_length) == (name, seq_length)
+    assert (problem.cluster.num_devices, problem.precision, notes) == (384, "fp16", ())
+
+
+@pytest.mark.parametrize(("device", "precision"), [("T4", "fp16"), ("A100", "bf16"), ("cpu-core", "fp32")])
+def test_precision_follows_the_devices(device: str, precision: str) -> None:
+    cluster, _ = parse_cluster({"nodes": [{"device": device}]}, "c.json")
+    assert precision_of(Namespace(precision=None), cluster) == precision
+    assert precision_of(Namespace(precision="fp32"), cluster) == "fp32"
+
+
+RANK = "rank {model} {cluster} --global-batch-size 8"
+SLICES = "slices {model} {cluster} --strategy {given}"
+PREDICT = "predict {model} {cluster} --strategies {given}"
+PIPELINE = {"pipeline_parallel_size": 4, "global_batch_size": 4, "schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "error"),
+    [
+        ("", "", "no command is named: choose among rank, predict"),
+        ("rnk", "", "command 'rnk' is not known: did you mean rank?"),
+        ("--json", "", "unrecognized arguments: --json: see python -m megatron_terapipe.search --help"),
+        (
+            "rank - {cluster} --global-batch-size 8 --hidden-size 64",
+            "",
+            "MODEL -: num_layers, num_attention_heads, seq_length must be given: add them",
+        ),
+        (f"{RANK} --precision fp8", "", ".*--precision"),
+        (f"{RANK} --seq-len 8", "", ".*--seq-len"),
+        (f"{RANK} --schedule dualpipe", "", "--schedule dualpipe is not known: choose among gpipe"),
+        (f"{RANK} --tensor-parallel-size x", "", "--tensor-parallel-size x is not whole numbers from 1"),
+        (f"{RANK} --zero-stage 0,3", "", "--zero-stage 3 does not run in terapipe: write 0 or 1"),
+        (f"{RANK} --top 0", "", "--top 0 is not a whole number from 1"),
+        (f"{RANK} --effort 0", "", "--effort 0.0 is not above 0"),
+        (f"{RANK} --effort inf", "", "--effort inf is not above 0 and finite"),
+        (f"{RANK} --memory-headroom 1.5", "", "--memory-headroom 1.5 is not a share of the memory from 0 to below 1"),
+        (f"{RANK} --memory-headroom=-1%", "", "--memory-headroom -1% is not a share"),
+        (f"{RANK} --memory-headroom nan", "", "--memory-headroom nan is not a share"),
+        (f"{RANK} --memory-headroom some", "", "--memory-headroom some is not a share"),
+        (f"{RANK} --token-slices 128,a", "", "--token-slices 128,a is not lengths"),
+        (PREDICT, '{"zero_stage": 1}\n{"stages": 3}', ".*given line 2: strategy: field 'stages' is not known"),
+        (PREDICT, '{"zero_stage": -1}', ".*given line 1: strategy: zero_stage -1 is not a whole number"),
+        (PREDICT, "{", ".*given line 1: this line is not JSON"),
+        (PREDICT, "\n", ".*given holds no strategy"),
+        (PREDICT, "[1]", ".*given line 1: strategy: .1. is not a JSON object"),
+        (SLICES, json.dumps(PIPELINE | {"tensor_parallel_size": 4}), ".*given: .*16 ranks.*4 devices"),
+        (SLICES, json.dumps(PIPELINE | {"num_model_chunks": 2, "schedule": "interleaved"}), ".*given: .*layers"),
+        (SLICES, json.dumps(PIPELINE | {"schedule": "gpip"}), ".*given: .*gpip"),
+        (SLICES, json.dumps(PIPELINE | {"pipelines": 2}), ".*given: .*'pipelines' is not known"),
+        (f"{SLICES} --count 0", json.dumps(PIPELINE), "--count 0 is not a list"),
+        (f"{SLICES} --count two", json.dumps(PIPELINE), "--count two is not a list"),
+        (f"{SLICES} --granularity 0", json.dumps(PIPELINE), "--granularity 0 is not a whole number from 1"),
+    ],
+)
+def test_errors_are_one_line(
+    files: list[str], tmp_path: Path, words: str, given: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "given").write_text(given)
+    named = {"model": files[0], "cluster": files[1], "given": tmp_path / "given"}
+    assert main([word.format(**named) for word in words.split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert re.match(f"error: {error}", shown.err), shown.err
 
 
 def test_the_json_is_that_of_the_contract(files: list[str], tmp_path: Path) -> None:
@@ -108,30 +199,6 @@ def test_the_files_of_the_winner(files: list[str], tmp_path: Path) -> None:
     assert names >= {"strategy.json", "hostfile", "ds_config.json", "launch.sh", "report.html"}
     winner = Strategy.from_json(json.loads((directory / "strategy.json").read_text()))
     check_trainable(winner, small_model())
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--schedule", "dualpipe"], "--schedule dualpipe is not known: choose among gpipe"),
-        (["--tensor-parallel-size", "x"], "--tensor-parallel-size x is not whole numbers from 1"),
-        (["--zero-stage", "0,3"], "--zero-stage 3 does not run in terapipe: write 0 or 1"),
-        (["--top", "0"], "--top 0 is not a whole number from 1"),
-        (["--effort", "0"], "--effort 0.0 is not above 0"),
-        (["--effort", "inf"], "--effort inf is not above 0 and finite"),
-        (["--memory-headroom", "1.5"], "--memory-headroom 1.5 is not a share of the memory from 0 to below 1"),
-        (["--memory-headroom=-1%"], "--memory-headroom -1% is not a share"),
-        (["--memory-headroom", "nan"], "--memory-headroom nan is not a share"),
-        (["--memory-headroom", "some"], "--memory-headroom some is not a share"),
-        (["--token-slices", "128,a"], "--token-slices 128,a is not lengths"),
-    ],
-)
-def test_errors_are_one_line(
-    files: list[str], flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rank", *files, *flags]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: {error}") and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -242,24 +309,6 @@ def test_batch_for_strategies_without_one(files: list[str], tmp_path: Path) -> N
     assert entry["decision"]["days"] == pytest.approx(1e6 / entry["predicted"]["tokens_per_s"] / 86400)
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ('{"data_parallel_size": 1}\n{"stages": 3}', "s.jsonl line 2: strategy: field 'stages' is not known"),
-        ('{"data_parallel_size": 0}', "s.jsonl line 1: strategy: data_parallel_size 0 is not a whole number"),
-        ("{", "s.jsonl line 1: this line is not JSON"),
-        ("\n", "s.jsonl holds no strategy"),
-        ("[1]", "s.jsonl line 1: strategy: [1] is not a JSON object"),
-    ],
-)
-def test_a_line_that_is_no_strategy(
-    files: list[str], tmp_path: Path, text: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert predict(files, tmp_path, text) == 2
-    message = capsys.readouterr().err
-    assert error in message and message.count("\n") == 1
-
-
 def test_answers_of_rank_are_read(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`strategy.json` and `ranking.json` are one document over many lines."""
     out = tmp_path / "out.json"
@@ -274,3 +323,62 @@ def test_answers_of_rank_are_read(files: list[str], tmp_path: Path, capsys: pyte
     assert "s.jsonl entry 2: strategy: field 'dp' is not known" in capsys.readouterr().err
     assert predict(files, tmp_path, "[\n]") == 2
     assert "holds no strategy" in capsys.readouterr().err
+
+
+def slices(tmp_path: Path, strategy: dict[str, object], *flags: str) -> int:
+    """Find the token slices of a strategy on sixteen devices."""
+    for name, document in (("p3", {"nodes": [{"count": 2, "machine": "p3.16xlarge"}]}), ("strategy", strategy)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    sizes = ["--num-layers", "8", "--seq-length", "4096", "--strategy", str(tmp_path / "strategy.json")]
+    return main(["slices", "gpt3-13b", str(tmp_path / "p3.json"), *sizes, *flags])
+
+
+CUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 8, "global_batch_size": 4, "schedule": "1f1b"}
+
+
+def test_slices_print_a_curve_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "answer.json"
+    assert slices(tmp_path, CUT, "--count", "2,4", "--json", str(path)) == 0
+    answer = read(path)
+    best = answer["best"]
+    assert [row["num_token_slices"] for row in answer["curve"]] == [1, 2, 4]
+    assert best["iteration_time_s"] == min(row["iteration_time_s"] for row in answer["curve"])
+    assert best["speedup"] == pytest.approx(answer["curve"][0]["iteration_time_s"] / best["iteration_time_s"])
+    assert best["mfu_causal"] < best["mfu"]
+    assert sum(best["token_slices"]) == 4096 and len(best["token_slices"]) == best["num_token_slices"]
+    assert not any(length % 16 for length in best["token_slices"])
+    assert answer["flags"] == flags_of(tuple(best["token_slices"])) and answer["notes"] == []
+    shown = capsys.readouterr().out
+    assert "speed-up" in shown and f"flags of the best: {answer['flags']}" in shown
+    assert slices(tmp_path, CUT, "--count", "2,4", "--json", "-") == 0
+    assert checked(capsys.readouterr().out) == answer
+    # An entry of a ranking, and another granularity.
+    entry = {"rank": 1, "strategy": {**CUT, "num_token_slices": 3}, "feasible": True}
+    assert slices(tmp_path, entry, "--count", "2", "--granularity", "128", "--json", "-") == 0
+    assert not any(length % 128 for length in checked(capsys.readouterr().out)["curve"][-1]["token_slices"])
+
+
+@pytest.mark.parametrize(("symbol", "equal"), [("M", True), ("G", True), ("*", False)])
+def test_layers_without_attention_have_equal_token_slices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], symbol: str, equal: bool
+) -> None:
+    """With a small head, so that stages are balanced."""
+    documents = {
+        "model": {
+            **{"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 128},
+            **{"seq_length": 65536, "hybrid_layer_pattern": f"{symbol}-" * 16},
+        },
+        "cluster": {"nodes": [{"machine": "dgx-h100"}]},
+        "strategy": {"pipeline_parallel_size": 8, "global_batch_size": 1, "schedule": "1f1b", "recompute": "stage"},
+    }
+    for name, document in documents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    model, cluster, strategy = (str(tmp_path / f"{name}.json") for name in documents)
+    assert main(["slices", model, cluster, "--strategy", strategy, "--count", "8", "--json", "-"]) == 0
+    lengths = checked(capsys.readouterr().out)["best"]["token_slices"]
+    assert (lengths == [8192] * 8) is equal and lengths == sorted(lengths, reverse=True)
+
+
+def test_flags_of_one_token_slice():
+    assert flags_of((2048,)) == "--num-token-slices 1"
+    assert flags_of((704, 688, 656)) == "--num-token-slices 3 --token-slices 704,688,656"
