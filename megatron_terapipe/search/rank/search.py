@@ -45,6 +45,8 @@ from megatron_terapipe.search.rank.stage_partition import balanced_partition, la
 from megatron_terapipe.search.rank.strategy_grid import Row, StrategyGrid
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
+__all__ = ["Ranked", "SearchResult", "predict_one", "ranked_in_order", "search"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
