@@ -6,8 +6,6 @@ from typing import Any
 
 # Workers and ranks share the cores. Threads of torch that wait for a core make a product take milliseconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What is imported and collected stays: to look for garbage among it takes a quarter of the time of a collection.
-gc.disable()
 
 import pytest
 import torch
@@ -16,6 +14,8 @@ from hypothesis import HealthCheck, settings
 from tests.marks import marks_of
 from tests.pairs import covering_pairs
 
+# What is imported and collected stays: to look for garbage among it takes a quarter of the time of a collection.
+gc.disable()
 # A property is about values, not about how busy the machine is.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Who changes one thing is not stopped by what was drawn of another: only `make test-all` draws new values each time.
