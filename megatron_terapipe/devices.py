@@ -31,38 +31,35 @@ board, of a GH200 with its CPU and both memories. Sources:
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 MIB = 2**20
 
 GUESS = "a guess"
 """Source of figures that have none."""
 
-GENERATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "P100": "pascal",
-        "V100": "volta",
-        "T4": "turing",
-        "RTX 20": "turing",
-        "A10G": "ampere",
-        "A10, A30": "ampere",
-        "A40": "ampere",
-        "A100": "ampere",
-        "A800": "ampere",
-        "RTX 30": "ampere",
-        "L4, L40S": "ada",
-        "RTX 40": "ada",
-        "H100": "hopper",
-        "H800": "hopper",
-        "H200": "hopper",
-        "GH200": "hopper",
-        "B200": "blackwell",
-        "GB200": "blackwell",
-        "MI250X": "cdna2",
-        "MI300X": "cdna3",
-        GUESS: "cpu",
-    }
-)
+GENERATIONS: Mapping[str, str] = {
+    "P100": "pascal",
+    "V100": "volta",
+    "T4": "turing",
+    "RTX 20": "turing",
+    "A10G": "ampere",
+    "A10, A30": "ampere",
+    "A40": "ampere",
+    "A100": "ampere",
+    "A800": "ampere",
+    "RTX 30": "ampere",
+    "L4, L40S": "ada",
+    "RTX 40": "ada",
+    "H100": "hopper",
+    "H800": "hopper",
+    "H200": "hopper",
+    "GH200": "hopper",
+    "B200": "blackwell",
+    "GB200": "blackwell",
+    "MI250X": "cdna2",
+    "MI300X": "cdna3",
+    GUESS: "cpu",
+}
 """Architecture of the devices of each row of the list above, which decides how well kernels run."""
 
 WITH_FP8 = ("ada", "hopper", "blackwell", "cdna3")
@@ -190,7 +187,7 @@ def _library_device(
     return LibraryDevice(device=device, source=source, machine=machine, aliases=tuple(aliases.split()), power_w=watts)
 
 
-DEVICES: Mapping[str, LibraryDevice] = MappingProxyType({row[0]: _library_device(*row) for row in _ROWS})
+DEVICES: Mapping[str, LibraryDevice] = {row[0]: _library_device(*row) for row in _ROWS}
 """Every device by its name."""
 
 OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig"}

@@ -7,7 +7,7 @@ within functions, because it loads numpy and solvers, and not every run needs th
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -399,25 +399,6 @@ def _solved_stages(config: Config, cost_model: "CostModel", strategy: Strategy, 
     return solved.partition
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A configuration for a known number of ranks, with its layout and its plan."""
-
-    config: Config
-    """The configuration, with token slices and stages found."""
-    layout: ParallelLayout
-    """The parallel axes over the ranks."""
-    found: frozenset[str] = frozenset()
-    """Fields with values that were found by a search, and not given."""
-
-    @property
-    def numbers_of_micro_batches(self) -> set[int]:
-        """Micro-batches of the smallest iteration of the run, and of the largest."""
-        sizes = self.config.batch_sizes(self.layout.data_parallel_size)
-        sequences = self.config.batch.micro_batch_size * self.layout.data_parallel_size
-        return {sizes.smallest // sequences, sizes.largest // sequences}
-
-
 FOUND_FIELDS = (
     *("token_slices", "num_token_slices", "stage_partition", "model_chunk_placement"),
     "moe_token_dispatcher_type",
@@ -434,8 +415,8 @@ def checked_layout(config: Config, world_size: int) -> ParallelLayout:
     return layout
 
 
-def plan_run(config: Config, world_size: int, ask: Ask | None = None) -> PlannedRun:
-    """Return the layout of a configuration over ranks, with all found that it leaves open but its schedule.
+def plan_run(config: Config, world_size: int, ask: Ask | None = None) -> tuple[Config, frozenset[str]]:
+    """Return a configuration for ranks with all found that it leaves open but its schedule, and the fields found.
 
     Args:
         config: the configuration; where token slices or a dispatcher are to be found, its vocabulary size is known.
@@ -456,7 +437,7 @@ def plan_run(config: Config, world_size: int, ask: Ask | None = None) -> Planned
 
         found = find() if ask is None else ask("token slices, stages and dispatcher", find)
         config = replace(config, parallel=_with_fields(config.parallel, found), model=_with_fields(config.model, found))
-    return PlannedRun(config, config.parallel.layout(world_size), left_open)
+    return config, left_open
 
 
 def _with_fields(section: Any, values: Mapping[str, Any]) -> Any:
@@ -470,8 +451,8 @@ def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None
 
     The order of the ops is checked, too. An `optimised` schedule is not searched: if all else is right, there is one.
     """
-    planned = plan_run(strategy.config(model, **more), strategy.world_size)
+    config, _ = plan_run(strategy.config(model, **more), strategy.world_size)
     if strategy.schedule != OPTIMISED:
-        schedule = pipeline_schedule(planned.config, strategy.data_parallel_size)
-        proven = ProvenSchedule(schedule, DeviceModel(exchange=expert_exchange(planned.config)))
-        check_schedule(proven, planned.config, planned.numbers_of_micro_batches)
+        schedule = pipeline_schedule(config, strategy.data_parallel_size)
+        proven = ProvenSchedule(schedule, DeviceModel(exchange=expert_exchange(config)))
+        check_schedule(proven, config, config.numbers_of_micro_batches(strategy.data_parallel_size))

@@ -12,7 +12,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
-from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from deepspeed_ext.plan.text_files import field_texts
@@ -433,28 +432,26 @@ def notices(line: CommandLine, values: Mapping[str, Any], config: Config) -> Ite
 ALL = "all"
 """Group that has every flag."""
 
-MOST_USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "model": (
-            *("model_preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length"),
-            *("max_position_embeddings", "recompute_granularity"),
-        ),
-        "data": ("data_path", "mock_data", "tokenizer_type", "tokenizer_model", "split"),
-        "pipeline and ranks": (
-            *("pipeline_model_parallel_size", "num_token_slices", "token_slices", "pipeline_schedule"),
-            *("tensor_model_parallel_size", "sequence_parallel", "ds_sequence_parallel_size", "zero_stage", "strategy"),
-        ),
-        "batch and learning rate": (
-            *("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "lr_warmup_iters"),
-            *("lr_decay_style", "bf16"),
-        ),
-        "checkpoints and logs": (
-            *("save", "save_interval", "load", "finetune", "log_interval", "eval_interval", "metrics_file"),
-            *("tensorboard_dir", "wandb_project", "timeline"),
-        ),
-        "before a run": ("dry_run",),
-    }
-)
+MOST_USED: Mapping[str, tuple[str, ...]] = {
+    "model": (
+        *("model_preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+        *("max_position_embeddings", "recompute_granularity"),
+    ),
+    "data": ("data_path", "mock_data", "tokenizer_type", "tokenizer_model", "split"),
+    "pipeline and ranks": (
+        *("pipeline_model_parallel_size", "num_token_slices", "token_slices", "pipeline_schedule"),
+        *("tensor_model_parallel_size", "sequence_parallel", "ds_sequence_parallel_size", "zero_stage", "strategy"),
+    ),
+    "batch and learning rate": (
+        *("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "lr_warmup_iters"),
+        *("lr_decay_style", "bf16"),
+    ),
+    "checkpoints and logs": (
+        *("save", "save_interval", "load", "finetune", "log_interval", "eval_interval", "metrics_file"),
+        *("tensorboard_dir", "wandb_project", "timeline"),
+    ),
+    "before a run": ("dry_run",),
+}
 """Fields of the flags that most runs need, by topic."""
 
 

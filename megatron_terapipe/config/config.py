@@ -131,6 +131,11 @@ class Config:
         """Micro-batches of one data-parallel rank in one optimizer step, the largest one."""
         return self.global_batch_size(data_parallel_size) // (self.batch.micro_batch_size * data_parallel_size)
 
+    def numbers_of_micro_batches(self, data_parallel_size: int) -> set[int]:
+        """Micro-batches of one data-parallel rank in the smallest optimizer step of a run, and in the largest."""
+        sizes, sequences = self.batch_sizes(data_parallel_size), self.batch.micro_batch_size * data_parallel_size
+        return {sizes.smallest // sequences, sizes.largest // sequences}
+
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Sequences of one optimizer step, the largest one, over all data-parallel ranks."""
         return self.batch_sizes(data_parallel_size).largest

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from deepspeed_ext.plan.text_files import read_text
@@ -79,16 +78,14 @@ def _weight(text: str) -> float | None:
         return None
 
 
-TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "byte": (),
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-        "HuggingFaceTokenizer": ("tokenizer_model",),
-        "SentencePieceTokenizer": ("tokenizer_model",),
-        "TikTokenizer": ("tokenizer_model",),
-        "NullTokenizer": (),
-    }
-)
+TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {
+    "byte": (),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": (),
+}
 """The files that each tokenizer needs, as fields of `DataConfig`; it takes no other."""
 
 TIKTOKEN_PATTERNS = ("v1", "v2")
@@ -97,24 +94,20 @@ TIKTOKEN_PATTERNS = ("v1", "v2")
 TIKTOKEN_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 """Special tokens that every TikTokenizer has; the last ends a document."""
 
-TOKENIZER_SPELLINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "HFTokenizer": "HuggingFaceTokenizer",
-        "SPMTokenizer": "SentencePieceTokenizer",
-        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
-        "Llama2Tokenizer": "SentencePieceTokenizer",
-    }
-)
+TOKENIZER_SPELLINGS: Mapping[str, str] = {
+    "HFTokenizer": "HuggingFaceTokenizer",
+    "SPMTokenizer": "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+    "Llama2Tokenizer": "SentencePieceTokenizer",
+}
 """Names that Megatron and NeoX give them."""
 
 
-TOKENIZER_LIBRARIES: Mapping[str, str | None] = MappingProxyType(
-    {
-        "sentencepiece": "SentencePieceTokenizer",
-        "huggingface": "HuggingFaceTokenizer",
-        "tiktoken": "TikTokenizer",
-    }
-)
+TOKENIZER_LIBRARIES: Mapping[str, str | None] = {
+    "sentencepiece": "SentencePieceTokenizer",
+    "huggingface": "HuggingFaceTokenizer",
+    "tiktoken": "TikTokenizer",
+}
 """Names that Megatron gives the packages that they are made with."""
 
 
@@ -276,15 +269,10 @@ class DataConfig:
         """Return the shares of the data for training, validation and test, which sum to 1; None if each has its own."""
         return None if self.split is None else read_split(self.split)
 
-    def has_validation(self) -> bool:
-        """Return whether any data is for validation."""
+    def has(self, part: Part) -> bool:
+        """Return whether any data is for a part."""
         shares = self.split_shares()
-        return shares[1] > 0 if shares else bool(self.weighted_prefixes("valid"))
-
-    def has_test(self) -> bool:
-        """Return whether any data is for testing."""
-        shares = self.split_shares()
-        return shares[2] > 0 if shares else bool(self.weighted_prefixes("test"))
+        return shares[PARTS.index(part)] > 0 if shares else bool(self.weighted_prefixes(part))
 
     def _read_files_of_paths(self) -> None:
         """Take prefixes from the files that name them; a flag for the same prefixes must agree."""

@@ -7,7 +7,6 @@ DeepSpeedFile     the values that a file gives to these fields
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_terapipe.config.options import check, flag, option
@@ -46,32 +45,29 @@ class DeepSpeedConfig:
 
 FLAG = "--deepspeed-config"
 
-NO_EFFECT: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("zero_optimization.offload_optimizer", "zero_optimization.cpu_offload", "zero_optimization.offload_param"),
-            "weights and states stay on the accelerator, which trains the same with more memory there",
-        ),
-        "flops_profiler": "it times DeepSpeed's own forward, which token slices do not run",
-        **{
-            f"activation_checkpointing.{name}": "layers are recomputed with --recompute-granularity"
-            for name in (
-                *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "profile"),
-                *("synchronize_checkpoint_boundary", "number_checkpoints"),
-            )
-        },
-    }
-)
+NO_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("zero_optimization.offload_optimizer", "zero_optimization.cpu_offload", "zero_optimization.offload_param"),
+        "weights and states stay on the accelerator, which trains the same with more memory there",
+    ),
+    "flops_profiler": "it times DeepSpeed's own forward, which token slices do not run",
+    **{
+        f"activation_checkpointing.{name}": "layers are recomputed with --recompute-granularity"
+        for name in (
+            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "profile"),
+            *("synchronize_checkpoint_boundary", "number_checkpoints"),
+        )
+    },
+}
 """Settings that concern operation only and have no effect here, and why."""
 
 
 RUN_UNDER_ZERO_1 = "run as ZeRO 1, which trains the same with more memory: DeepSpeed has 2 and 3 without pipelines only"
 
 
-KINDS: Mapping[type[Any], str] = MappingProxyType(
-    {int: "a whole number", float: "a number", bool: "true or false", str: "a name", list: "a list of two numbers"}
-)
+KINDS: Mapping[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
 """Types of settings, in words."""
+PAIR = "a list of two numbers"
 
 
 def _of_type(kind: type[Any], convert: Callable[[Any], Any] = lambda value: value) -> Callable[[Any], Any]:
@@ -81,7 +77,7 @@ def _of_type(kind: type[Any], convert: Callable[[Any], Any] = lambda value: valu
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ValueError(KINDS[kind])
+            raise ValueError(KINDS.get(kind, PAIR))
         return convert(value)
 
     return read
@@ -95,7 +91,7 @@ def _power(exponent: int) -> float:
 
 def _two_numbers(values: list[Any]) -> tuple[float, ...]:
     if len(values) != 2:
-        raise ValueError(KINDS[list])
+        raise ValueError(PAIR)
     return tuple(map(_number, values))
 
 
@@ -133,36 +129,34 @@ class Decided(NamedTuple):
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd"}
 _ZERO = ("reduce_bucket_size", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients")
 
-SETTINGS: Mapping[str, Decided] = MappingProxyType(
-    {
-        "train_batch_size": Decided("global_batch_size", _whole),
-        "train_micro_batch_size_per_gpu": Decided("micro_batch_size", _whole),
-        "gradient_accumulation_steps": Decided("gradient_accumulation_steps", _whole, "--global-batch-size"),
-        "sequence_parallel_size": Decided("ds_sequence_parallel_size", _whole),
-        "gradient_clipping": Decided("clip_grad", _number),
-        "zero_optimization.stage": Decided("zero_stage", _of_type(int, lambda stage: 1 if stage in (2, 3) else stage)),
-        **{f"zero_optimization.{name}": Decided(f"zero_{name}") for name in _ZERO},
-        "bf16.enabled": Decided("bf16", _switch),
-        "fp16.enabled": Decided("fp16", _switch),
-        # In DeepSpeed 0 stands for a scale that adapts.
-        "fp16.loss_scale": Decided("loss_scale", _of_type(float, lambda scale: scale or None)),
-        "fp16.initial_scale_power": Decided("initial_loss_scale", _of_type(int, _power)),
-        "fp16.loss_scale_window": Decided("loss_scale_window", _whole),
-        "fp16.hysteresis": Decided("hysteresis", _whole),
-        "fp16.min_loss_scale": Decided("min_loss_scale", _number),
-        "data_types.grad_accum_dtype": Decided(
-            "accumulate_allreduce_grads_in_fp32", _of_type(str, lambda dtype: True if dtype == "fp32" else None)
-        ),
-        "pipeline.token_slices": Decided("token_slices"),
-        "pipeline.schedule": Decided("pipeline_schedule"),
-        "optimizer.type": Decided("optimizer", _of_type(str, lambda name: _OPTIMIZERS.get(name.lower()))),
-        "optimizer.params.lr": Decided("lr", _number),
-        "optimizer.params.betas": Decided("adam_beta1,adam_beta2", _of_type(list, _two_numbers)),
-        "optimizer.params.eps": Decided("adam_eps", _number),
-        "optimizer.params.weight_decay": Decided("weight_decay", _number),
-        "optimizer.params.momentum": Decided("sgd_momentum", _number),
-    }
-)
+SETTINGS: Mapping[str, Decided] = {
+    "train_batch_size": Decided("global_batch_size", _whole),
+    "train_micro_batch_size_per_gpu": Decided("micro_batch_size", _whole),
+    "gradient_accumulation_steps": Decided("gradient_accumulation_steps", _whole, "--global-batch-size"),
+    "sequence_parallel_size": Decided("ds_sequence_parallel_size", _whole),
+    "gradient_clipping": Decided("clip_grad", _number),
+    "zero_optimization.stage": Decided("zero_stage", _of_type(int, lambda stage: 1 if stage in (2, 3) else stage)),
+    **{f"zero_optimization.{name}": Decided(f"zero_{name}") for name in _ZERO},
+    "bf16.enabled": Decided("bf16", _switch),
+    "fp16.enabled": Decided("fp16", _switch),
+    # In DeepSpeed 0 stands for a scale that adapts.
+    "fp16.loss_scale": Decided("loss_scale", _of_type(float, lambda scale: scale or None)),
+    "fp16.initial_scale_power": Decided("initial_loss_scale", _of_type(int, _power)),
+    "fp16.loss_scale_window": Decided("loss_scale_window", _whole),
+    "fp16.hysteresis": Decided("hysteresis", _whole),
+    "fp16.min_loss_scale": Decided("min_loss_scale", _number),
+    "data_types.grad_accum_dtype": Decided(
+        "accumulate_allreduce_grads_in_fp32", _of_type(str, lambda dtype: True if dtype == "fp32" else None)
+    ),
+    "pipeline.token_slices": Decided("token_slices"),
+    "pipeline.schedule": Decided("pipeline_schedule"),
+    "optimizer.type": Decided("optimizer", _of_type(str, lambda name: _OPTIMIZERS.get(name.lower()))),
+    "optimizer.params.lr": Decided("lr", _number),
+    "optimizer.params.betas": Decided("adam_beta1,adam_beta2", _of_type(list, _two_numbers)),
+    "optimizer.params.eps": Decided("adam_eps", _number),
+    "optimizer.params.weight_decay": Decided("weight_decay", _number),
+    "optimizer.params.momentum": Decided("sgd_momentum", _number),
+}
 """Each setting that fields of ours decide, by its name with dots."""
 
 

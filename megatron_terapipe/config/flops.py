@@ -164,7 +164,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
     """Parameters of a block: matrices, their biases, and norms (SC'21 equation 2: 12h^2 + 13h)."""
     shared = block_weights(model, replace(block, num_experts=0, ffn_hidden_size=dense_width(block)))
     if block.num_key_value_heads:
-        queries, keys = _head_channels(model, block)
+        queries, keys = (heads * model.kv_channels for heads in (model.num_attention_heads, block.num_key_value_heads))
         shared += model.has_qkv_bias * ((1 + model.attention_output_gate) * queries + 2 * keys)
         shared += (model.qk_norm == "all-heads") * (queries + keys)
     if block.recurrence is not None:
@@ -197,11 +197,6 @@ def _parts(block: BlockShape) -> int:
     """Count the parts of a block: attention or a recurrence, and an MLP or experts."""
     mixes_tokens = bool(block.num_key_value_heads) or block.recurrence is not None
     return mixes_tokens + bool(block.ffn_hidden_size)
-
-
-def _head_channels(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
-    """Channels of all queries, and of all keys."""
-    return model.num_attention_heads * model.kv_channels, block.num_key_value_heads * model.kv_channels
 
 
 def _weights_of_norm(model: ModelConfig) -> int:
@@ -249,11 +244,6 @@ def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
     return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
 
 
-def token_forward_flops(model: ModelConfig, block: BlockShape, prefix_len: int) -> int:
-    """Forward FLOPs of a token in one block. It attends to itself and to the tokens before it, or in its window."""
-    return block_forward_flops(model, block, 1, prefix_len)
-
-
 def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, prefix_len: int = 0) -> int:
     """Forward FLOPs in one block of a token slice, causal attention and sliding windows counted exactly."""
     positions = int(attended_positions(prefix_len, prefix_len + num_tokens, block.window))
@@ -288,7 +278,7 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
     if causal:
         blocks = sum(block_forward_flops(model, block, seq_length) for block in model.blocks)
     else:
-        blocks = seq_length * sum(token_forward_flops(model, block, seq_length - 1) for block in model.blocks)
+        blocks = seq_length * sum(block_forward_flops(model, block, 1, seq_length - 1) for block in model.blocks)
     passes = 1 + BACKWARD_PER_FORWARD
     blocks *= passes + recompute
     return num_sequences * (blocks + passes * seq_length * logits_flops_per_token(model))

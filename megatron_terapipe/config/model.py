@@ -283,13 +283,6 @@ class ModelConfig(RotationSettings):
             for index, shape in enumerate(shapes)
         )
 
-    @property
-    def vocabulary_multiple(self) -> tuple[str, int]:
-        """The flag, and its number of rows, of which the word embedding has a multiple."""
-        if self.vocab_rows is not None:
-            return "--vocab-rows", self.vocab_rows
-        return "--make-vocab-size-divisible-by", self.make_vocab_size_divisible_by
-
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
         """Rows of the word embedding.
 
@@ -312,7 +305,9 @@ def why_vocabulary_stays_whole(model: ModelConfig, *, pipeline_ranks: int, tenso
             "--untie-embeddings-and-output-weights, or drop it"
         )
     parts = pipeline_ranks * tensor_ranks
-    flag, rows = model.vocabulary_multiple
+    flag, rows = "--vocab-rows", model.vocab_rows
+    if rows is None:
+        flag, rows = "--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by
     if rows % parts:
         return (
             f"--vocabulary-stages deals the rows of the output layer to {pipeline_ranks} pipeline x {tensor_ranks} "

@@ -147,7 +147,9 @@ def scaled_frequencies(model: RotationSettings) -> tuple[float, ...]:
         longer = model.seq_length > model.rotary_original_length
         factors = listed_factors(model, "rotary_long_factors" if longer else "rotary_short_factors")
         return tuple(each / factor for each, factor in zip(plain, factors, strict=True))
-    kept = {"linear": _none_kept, "llama3": _kept_in_llama3, "yarn": _kept_in_yarn}[model.rotary_scaling](model, plain)
+    kept = [0.0] * len(plain)
+    if model.rotary_scaling != "linear":
+        kept = (_kept_in_llama3 if model.rotary_scaling == "llama3" else _kept_in_yarn)(model, plain)
     factor = model.rotary_scaling_factor
     return tuple(each * (share + (1 - share) / factor) for each, share in zip(plain, kept, strict=True))
 
@@ -193,10 +195,6 @@ def listed_factors(model: RotationSettings, name: str) -> tuple[float, ...]:
             f"{flag(name)} lists {len(factors)} factors, and {pairs} pairs of channels turn: give one for each"
         )
     return factors
-
-
-def _none_kept(model: RotationSettings, plain: tuple[float, ...]) -> list[float]:
-    return [0.0 for _ in plain]
 
 
 def _kept_in_llama3(model: RotationSettings, plain: tuple[float, ...]) -> list[float]:

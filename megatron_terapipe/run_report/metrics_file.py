@@ -18,11 +18,11 @@ from deepspeed_ext.plan.text_files import parse_json, read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.records import (
     EvaluationMetrics,
-    Event,
     ExpertLoads,
     IterationMetrics,
     Line,
     Note,
+    Record,
     RunEnd,
     RunStart,
     Saved,
@@ -30,7 +30,7 @@ from megatron_terapipe.training.records import (
 
 AnyLine = TypeVar("AnyLine", bound=Line)
 
-EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd, ExpertLoads)}
+EVENTS: dict[str, type[Record]] = {str(kind.event): kind for kind in (RunStart, Saved, Note, RunEnd, ExpertLoads)}
 """Kinds of events, by the value of the key `event`."""
 
 LARGEST, LATEST_S = 1e40, 6e10

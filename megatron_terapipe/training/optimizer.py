@@ -46,7 +46,9 @@ def build_optimizer(
         if parameter.requires_grad:
             apart = config.decoupled_lr is not None and hasattr(parameter, AT_AN_END)
             of_heads = config.apply_wd_to_qk_layernorm and ("query_norm." in name or "key_norm." in name)
-            by_kind.setdefault((float(of_heads or _decays(name, parameter)), apart), []).append(parameter)
+            # The bias of two adjacent matrices has two axes, too.
+            is_matrix = parameter.dim() > 1 and not name.endswith("bias")
+            by_kind.setdefault((float(of_heads or is_matrix), apart), []).append(parameter)
     # In the same order on all ranks.
     groups: list[dict[str, Any]] = [
         {
@@ -75,11 +77,6 @@ def set_step_sizes(
     for group in optimizer.param_groups:
         group["lr"] = of_ends if group[APART] else learning_rate
         group["weight_decay"] = weight_decay * group[DECAY_FACTOR]
-
-
-def _decays(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter is a matrix. The bias of two adjacent matrices has two axes, too."""
-    return parameter.dim() > 1 and not name.endswith("bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

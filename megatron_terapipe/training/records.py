@@ -148,13 +148,21 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStart(Record):
+class Event(Record):
+    """An event of a run, with its time."""
+
+    iteration: int
+    """Iterations done."""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970, in UTC."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStart(Event):
     """Start of a run, or of a piece of it after a restart: its command, machine, model and strategy."""
 
     event = "start"
 
-    iteration: int
-    """Iterations done before."""
     train_iters: int
     """The last iteration that is planned."""
     command: str
@@ -185,36 +193,26 @@ class RunStart(Record):
     """Starts before this one, as torch's elastic launcher counts them."""
     checkpoint: str | None = None
     """Checkpoint from which it resumes."""
-    time: float = field(default_factory=time.time)
-    """Seconds since 1970, in UTC."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved(Record):
+class Saved(Event):
     """A checkpoint for which training waited."""
 
     event = "save"
 
-    iteration: int
-    """Iterations done."""
     seconds: float
     """Seconds for which training waited."""
-    time: float = field(default_factory=time.time)
-    """Seconds since 1970, in UTC, when training continued."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Note(Record):
+class Note(Event):
     """A line of the log that is neither of iterations nor of an evaluation."""
 
     event = "note"
 
-    iteration: int
-    """Iterations done."""
     text: str
     """The line."""
-    time: float = field(default_factory=time.time)
-    """Seconds since 1970, in UTC."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of the metrics file; lines of the log begin with a space."""
@@ -222,19 +220,15 @@ class Note(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd(Record):
+class RunEnd(Event):
     """End of a run, or of a piece of it. A run of which all processes were killed has none."""
 
     event = "end"
 
-    iteration: int
-    """Iterations done."""
     reason: str
     """Reason of the end; empty = the last iteration was reached."""
     failed: bool
     """Whether it ended by a failure."""
-    time: float = field(default_factory=time.time)
-    """Seconds since 1970, in UTC."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,8 +320,7 @@ def starved_text(loads: ExpertLoads) -> str:
     )
 
 
-Event = RunStart | Saved | Note | RunEnd | ExpertLoads
-Line = IterationMetrics | EvaluationMetrics | Event
+Line = IterationMetrics | EvaluationMetrics | RunStart | Saved | Note | RunEnd | ExpertLoads
 """Any line of the metrics file."""
 
 

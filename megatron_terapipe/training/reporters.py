@@ -342,7 +342,7 @@ PACKAGES = ("megatron-terapipe", "torch", "deepspeed", "numpy")
 
 def run_start(run: Run) -> RunStart:
     """Return the first line of the metrics file."""
-    config, launch = run.config, run.launch
+    config, launch, kind = run.config, run.launch, str(get_accelerator().device_name())
     model, logging = config.model, config.logging
     return RunStart(
         iteration=run.start.iteration,
@@ -354,7 +354,7 @@ def run_start(run: Run) -> RunStart:
             host=socket.gethostname(),
             num_hosts=max(launch.world_size // launch.local_size, 1),
             num_devices=launch.world_size,
-            device=_device_name(),
+            device=cuda.get_device_name() if kind == "cuda" else kind,
         ),
         model_name=model.model_preset or f"{model.num_layers}x{model.hidden_size}",
         parameters=model_parameters(model),
@@ -384,11 +384,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # run from a checkout that is not installed
             continue
     return found
-
-
-def _device_name() -> str:
-    kind = str(get_accelerator().device_name())
-    return cuda.get_device_name() if kind == "cuda" else kind
 
 
 def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters:

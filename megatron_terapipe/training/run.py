@@ -90,7 +90,8 @@ class Run:
     @cached_property
     def proven_schedule(self) -> ProvenSchedule:
         """The programs of the run on its devices, as `prepare` proves them."""
-        return proven_schedule(self.schedule, self.config, self.layout.data_parallel_size, _hardware_queues())
+        queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        return proven_schedule(self.schedule, self.config, self.layout.data_parallel_size, queues)
 
     @property
     def train_iters(self) -> int:
@@ -142,8 +143,8 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
     tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
     tokenizer = build_tokenizer(tokenizer_settings)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size_of(config, tokenizer)))
-    planned = plan_run(config, launch.world_size, ask)
-    config, layout = planned.config, planned.layout
+    config, found = plan_run(config, launch.world_size, ask)
+    layout = config.parallel.layout(launch.world_size)
     _check_outputs(config)
     _check_profiled_ranks(config.logging, launch.world_size)
     if not config.training.dry_run:
@@ -172,7 +173,7 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
         ),
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
-        found=planned.found,
+        found=found,
         ask=ask,
     )
     if launch.rank == 0 and not config.data.mock_data:
@@ -182,7 +183,7 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
     slow = slow_planning(run.pipeline)
     if slow is not None and launch.rank == 0:
         print(slow, file=sys.stderr, flush=True)
-    assumption = check_schedule(run.proven_schedule, config, planned.numbers_of_micro_batches)
+    assumption = check_schedule(run.proven_schedule, config, config.numbers_of_micro_batches(layout.data_parallel_size))
     if assumption is not None and launch.rank == 0:
         print(f"warning: {assumption}", flush=True)
     return run
@@ -210,11 +211,6 @@ def peak_tflops_here(dtype: str) -> float | None:
         return None
     device = device_in(cuda.get_device_name())
     return None if device is None else device.half_flops / 1e12
-
-
-def _hardware_queues() -> int | None:
-    """Return the hardware queues that the streams of this process share; None without streams."""
-    return hardware_queues() if get_accelerator().device_name() == "cuda" else None
 
 
 def _check_accelerator(config: Config) -> None:
@@ -288,8 +284,7 @@ def _datasets(config: Config, replicas: int, start: Progress, tokenizer: Tokeniz
     ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
     train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
     evaluated = config.logging.eval_iters * batch.num_micro_batches * batch.micro_batch_size * replicas
-    valid = evaluated if data.has_validation() else 0
-    test = evaluated if data.has_test() else 0
+    valid, test = (evaluated * data.has(part) for part in ("valid", "test"))
 
     seq_length, seed = config.model.seq_length, config.training.seed
     if data.mock_data:

@@ -30,8 +30,8 @@ def test_one_body_of_data_is_split() -> None:
     assert data.split_shares() == pytest.approx((0.969, 0.03, 0.001))
     for part in ("train", "valid", "test"):
         assert data.weighted_prefixes(part) == ((0.3, "a"), (0.7, "b"))
-    assert data.has_validation()
-    assert not DataConfig(data_path=("a",), split="1").has_validation()
+    assert data.has("valid")
+    assert not DataConfig(data_path=("a",), split="1").has("valid")
     for split, shares in {"'3,1,0'": (0.75, 0.25, 0.0), "3,1": (0.75, 0.25, 0.0), "100": (1.0, 0.0, 0.0)}.items():
         assert DataConfig(data_path=("a",), split=split).split_shares() == shares
 
@@ -42,8 +42,8 @@ def test_parts_may_have_data_of_their_own() -> None:
     assert data.weighted_prefixes("train") == ((1.0, "a"), (3.0, "b"))
     assert data.weighted_prefixes("valid") == ((None, "c"), (None, "d"))
     assert data.weighted_prefixes("test") == ()
-    assert data.has_validation()
-    assert not parse("--train-data-path a --test-data-path b").has_validation()
+    assert data.has("valid")
+    assert not parse("--train-data-path a --test-data-path b").has("valid")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_files_of_long_blends(tmp_path: Path) -> None:
     data = parse(f"--per-split-data-args-path {by_part}")
     assert data.weighted_prefixes("train") == ((0.3, "wiki"), (0.7, "books"))
     assert data.weighted_prefixes("valid") == ((1.0, "news"), (2.5, "web"))
-    assert not data.has_test()
+    assert not data.has("test")
     assert replace(data, num_workers=2).train_data_path == data.train_data_path
 
 

@@ -86,7 +86,7 @@ def test_token_slices_add_up_to_the_sequence(lengths: list[int], window: int | N
     prefixes = [sum(lengths[:index]) for index in range(len(lengths))]
     parts = sum(flops.block_forward_flops(model, block, *part) for part in zip(lengths, prefixes, strict=True))
     assert parts == flops.block_forward_flops(model, block, sum(lengths))
-    assert parts == sum(flops.token_forward_flops(model, block, position) for position in range(sum(lengths)))
+    assert parts == sum(flops.block_forward_flops(model, block, 1, position) for position in range(sum(lengths)))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_the_faster_dispatcher_is_found_for_short_and_for_long_token_slices() ->
     small = parse(f"--num-token-slices 2 --vocab-size 1000 {EXPERTS} auto")
     wide = {"hidden_size": 4096, "kv_channels": 1024, "seq_length": 4096, "max_position_embeddings": 4096}
     large = replace(small, model=replace(small.model, **wide))
-    assert [expert_exchange(plan_run(config, 4).config) for config in (small, large)] == ["allgather", "alltoall"]
+    assert [expert_exchange(plan_run(config, 4)[0]) for config in (small, large)] == ["allgather", "alltoall"]
 
 
 def test_replicas_with_cuts_of_their_own_exchange_exact_sizes() -> None:
@@ -101,7 +101,7 @@ def test_replicas_with_cuts_of_their_own_exchange_exact_sizes() -> None:
         ConfigError, match=r"--token-slices balanced-by-documents gives replicas other lengths: use alltoall, or"
     ):
         parse(f"{words} {EXPERTS} allgather")
-    found = plan_run(parse(f"{words} {EXPERTS} auto"), 4).config
+    found = plan_run(parse(f"{words} {EXPERTS} auto"), 4)[0]
     assert expert_exchange(found) == "alltoall"
     # Ranks of one replica have parts of the same token slice.
     parse(f"{words} {EXPERTS} allgather --ds-sequence-parallel-size 2")
