@@ -19,7 +19,7 @@ from megatron_terapipe.search.price.profile import write_profile
 from megatron_terapipe.strategy import Strategy
 from tests.search.price.profiles import profile
 
-LARGE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --vocab-size 32000"
+LARGE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 32000"
 MEASURED = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 256"
 DATA_PARALLEL_SIZE = 2
 

@@ -155,13 +155,6 @@ def test_precision_and_whitening_agree() -> None:
     assert np.linalg.inv(precision) == pytest.approx(solve(list(range(12)))[1])
 
 
-def test_trials_of_one_group_count_less() -> None:
-    slopes, variances, widths = np.ones((50, 1)), np.full(50, 0.01), np.array([1.0])
-    same = GroupEffects(["one"] * 50, SHARE).precision(slopes, variances, widths)
-    apart = GroupEffects(list(range(50)), SHARE).precision(slopes, variances, widths)
-    assert same[0, 0] < 1 + SHARE**-2 < 0.1 * apart[0, 0]
-
-
 def test_the_evidence_is_that_of_a_normal_distribution() -> None:
     groups = GroupEffects(GROUPS, SHARE, OFFSET)
     same = np.equal.outer(GROUPS, GROUPS)

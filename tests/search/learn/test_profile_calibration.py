@@ -107,15 +107,6 @@ def test_ops_that_take_longer_in_training_are_recognised() -> None:
     assert errors(found.factors).max() < 0.01
 
 
-def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
-    slow = STRATEGIES[0]
-    alone_s = model(PROFILE).predict_time(slow).iteration_time_s
-    harmless = calibrate_on_profile([trial(slow, None, longer_than_s=0.5 * alone_s)], PROFILE)
-    assert harmless.factors == ProfileFactors()
-    telling = calibrate_on_profile([trial(slow, None, longer_than_s=1.4 * alone_s)], PROFILE)
-    assert model(PROFILE, telling.factors).predict_time(slow).iteration_time_s > 1.25 * alone_s
-
-
 def test_intervals_contain_the_measurements_and_widen_with_scatter() -> None:
     calm, wild = (calibrate_on_profile(trials(noise), PROFILE) for noise in (0.01, 0.2))
     slopes = calm.slopes(model(PROFILE, calm.factors), STRATEGIES)

@@ -192,20 +192,6 @@ def test_a_batch_without_pipelines_is_exact(workload: Workload, layouts: list[di
     assert together == pytest.approx([model.predict_time(one).iteration_time_s for one in members], rel=1e-9)
 
 
-def test_closed_forms_of_a_mixed_cluster_count_the_slowest_device_of_each_stage() -> None:
-    """Not the first of the file: swapping nodes with replicas of the same stages does not change the time."""
-    node = replace(NODE, device=replace(A100, name="slow", half_flops=100e12))
-    orders = [Cluster(nodes=nodes) for nodes in ((NODE, node), (node, NODE))]
-    models = [CostModel(GPT, cluster, software=MEGATRON_LM) for cluster in orders]
-    replicas = strategy(data_parallel_size=2, tensor_parallel_size=8, pipeline_parallel_size=1)
-    stages = strategy(data_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=8)
-    times = [[float(StrategyBatch.of([m], [one]).times(m.efficiency)[0]) for m in models] for one in (replicas, stages)]
-    assert times[0][0] == pytest.approx(times[0][1], rel=1e-9)
-    for one, closed_forms in zip((replicas, stages), times, strict=True):
-        simulated = [model.predict_time(one).iteration_time_s for model in models]
-        assert closed_forms == pytest.approx(simulated, rel=0.1)
-
-
 def test_attention_and_mlp_side_by_side_are_summed_once_where_the_trainer_does_so() -> None:
     beside = gpt_workload(small_model(parallel_residual=True)).layers[1]
     assert (reductions(beside), reductions(beside, sums_at_once=True)) == ((2, 2), (2, 1))

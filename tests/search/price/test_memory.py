@@ -1,4 +1,3 @@
-from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -257,13 +256,6 @@ def test_the_plans_own_account(
         assert sum(found) == pytest.approx(peak(curve))
 
 
-def test_memory_may_grow_between_bi_and_bw() -> None:
-    """Two micro-batches on one rank, F BI BW each: 1 is kept by a forward, and 3 between BI and BW."""
-    ones = StageBytes(TokenMemory(np.ones(1), freed_by_input_gradient=-2 * np.ones(1)))
-    held = peak_held(rank_order("zero-bubble", PipelineShape(1, 2), 0), (1,), ones)
-    assert held.activations == 3
-
-
 @pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5, 9, 26, 31])
 def test_more_micro_batches_repeat_the_peak(
@@ -279,25 +271,22 @@ def test_more_micro_batches_repeat_the_peak(
     assert schedule == "gpipe" or enough <= max(num_micro_batches, 1)
 
 
-def test_1f1b_in_closed_form() -> None:
-    """min(P - i - 1 + S, M S) token slices on stage i (arXiv 2406.03488 section 3.2)."""
-    ranks, token_slices = 6, 4
-    shape = PipelineShape(ranks, 8, token_slices)
-    ones = StageBytes(TokenMemory(np.ones(ranks)))
-    held = [peak_held(rank_order("1f1b", shape, rank), (1,) * token_slices, ones).activations for rank in range(ranks)]
-    assert held == [ranks - rank - 1 + token_slices for rank in range(ranks)]
-    assert all(first > second for first, second in pairwise(held))
-
-
-def test_gradients_in_the_reach_of_windows_are_there_while_backwards_run() -> None:
-    """Bytes whatever the length, where a sequence has several token slices; F0 F1 B1 B0 of one micro-batch."""
-    nothing = StageBytes(TokenMemory(np.zeros(1), window_gradients=5.0))
-    for lengths, expected in (((6, 2), 5.0), ((8,), 0.0)):
-        shape = PipelineShape(1, 1, len(lengths))
-        assert peak_held(rank_order("1f1b", shape, 0), lengths, nothing).key_values == expected
-
-
-def test_scores_have_a_limit() -> None:
-    nothing = StageBytes(TokenMemory(np.zeros(1), working=3.0, scores=SCORE_LIMIT / 4))
-    for length, expected in ((2, SCORE_LIMIT / 2 + 6), (8, SCORE_LIMIT + 24)):
-        assert peak_held(rank_order("1f1b", PipelineShape(1, 1), 0), (length,), nothing).working == expected
+@pytest.mark.parametrize(
+    ("token", "schedule", "micro_batches", "lengths", "kind", "expected"),
+    [
+        # F BI BW of each micro-batch: 1 is kept by a forward, and 3 between BI and BW.
+        (TokenMemory(1.0, freed_by_input_gradient=-2.0), "zero-bubble", 2, (1,), "activations", 3),
+        # Gradients in the reach of windows: bytes whatever the length, where a sequence has several token slices.
+        (TokenMemory(0.0, window_gradients=5.0), "1f1b", 1, (6, 2), "key_values", 5),
+        (TokenMemory(0.0, window_gradients=5.0), "1f1b", 1, (8,), "key_values", 0),
+        # Scores have a limit.
+        (TokenMemory(0.0, working=3.0, scores=SCORE_LIMIT / 4), "1f1b", 1, (2,), "working", SCORE_LIMIT / 2 + 6),
+        (TokenMemory(0.0, working=3.0, scores=SCORE_LIMIT / 4), "1f1b", 1, (8,), "working", SCORE_LIMIT + 24),
+    ],
+)
+def test_peaks_by_hand(
+    token: TokenMemory, schedule: str, micro_batches: int, lengths: tuple[int, ...], kind: str, expected: float
+) -> None:
+    order = rank_order(schedule, PipelineShape(1, micro_batches, len(lengths)), 0)
+    of_stage = StageBytes(TokenMemory(*(np.full(1, each) for each in token)))
+    assert getattr(peak_held(order, lengths, of_stage), kind) == expected
