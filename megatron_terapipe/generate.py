@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,16 +46,6 @@ VERIFIED = 0.5
 """Share of the time to load a checkpoint after which it has been verified, about."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generated:
-    """Answer of `generate`."""
-
-    prompt: str
-    """The prompt, as the model read it."""
-    continuation: str
-    """The text of the new tokens."""
-
-
 def _run(options: argparse.Namespace, prog: str) -> int:
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {options.max_new_tokens} is too few: give 1 or more")
@@ -73,8 +62,8 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         print()
     if options.json is not None:
         prompt, *continuation = said
-        answer = Generated(prompt=prompt, continuation="".join(continuation))
-        write_json(options.json, json.dumps(asdict(answer), ensure_ascii=False))
+        answer = {"prompt": prompt, "continuation": "".join(continuation)}
+        write_json(options.json, json.dumps(answer, ensure_ascii=False))
     return 0
 
 

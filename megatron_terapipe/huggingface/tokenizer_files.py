@@ -7,9 +7,13 @@ from shutil import copyfile
 
 from megatron_terapipe.config.parsing import read_json
 
-GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-HUGGING_FACE_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
-SENTENCE_PIECE_FILE = "tokenizer.model"
+SETTINGS_FILE = "tokenizer_config.json"
+FILES: Mapping[str, Mapping[str, str]] = {
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+}
+"""Files of a folder by type of tokenizer and by their fields in our settings; the first type that is there counts."""
 
 _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 
@@ -17,21 +21,18 @@ _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 def export_tokenizer(settings: Mapping[str, str | None], output: Path) -> list[str]:
     """Copy the files of a tokenizer, if it has any and they are there, and return their names in the output."""
     kind = settings.get("tokenizer_type")
-    if kind == "GPT2BPETokenizer":
-        copied = [_copied(Path(str(settings[field])), output / name) for field, name in GPT2_FILES.items()]
-        if all(copied):
-            (output / SETTINGS_FILE).write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}, indent=2) + "\n")
-            return [*GPT2_FILES.values(), SETTINGS_FILE]
-        return []
-    model = Path(str(settings.get("tokenizer_model")))
+    sources = {name: Path(str(settings[field])) for field, name in FILES.get(kind or "", {}).items()}
     if kind == "HuggingFaceTokenizer":
-        folder = model if model.is_dir() else model.parent
-        file = model / HUGGING_FACE_FILE if model.is_dir() else model
-        pairs = [(file, HUGGING_FACE_FILE), (folder / SETTINGS_FILE, SETTINGS_FILE)]
-        return [name for source, name in pairs if _copied(source, output / name)]
-    if kind == "SentencePieceTokenizer":
-        return [SENTENCE_PIECE_FILE] if _copied(model, output / SENTENCE_PIECE_FILE) else []
-    return []
+        ((name, model),) = sources.items()
+        file = model / name if model.is_dir() else model
+        sources = {name: file, SETTINGS_FILE: file.with_name(SETTINGS_FILE)}
+    copied = [name for name, source in sources.items() if _copied(source, output / name)]
+    if kind == "GPT2BPETokenizer":
+        if len(copied) < len(sources):
+            return []
+        (output / SETTINGS_FILE).write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}, indent=2) + "\n")
+        copied.append(SETTINGS_FILE)
+    return copied
 
 
 def tokenizer_of(directory: Path) -> dict[str, str]:
@@ -40,13 +41,11 @@ def tokenizer_of(directory: Path) -> dict[str, str]:
     A vocabulary with merges is GPT-2's unless `tokenizer_class` is another one: Qwen has such files, and splits
     text in another way.
     """
-    if (directory / HUGGING_FACE_FILE).is_file():
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory / HUGGING_FACE_FILE)}
-    if (directory / SENTENCE_PIECE_FILE).is_file():
-        return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(directory / SENTENCE_PIECE_FILE)}
-    files = {field: directory / name for field, name in GPT2_FILES.items()}
-    if all(file.is_file() for file in files.values()) and _tokenizer_class(directory) in _GPT2_CLASSES:
-        return {"tokenizer_type": "GPT2BPETokenizer", **{field: str(file) for field, file in files.items()}}
+    for kind, names in FILES.items():
+        files = {field: directory / name for field, name in names.items()}
+        if all(file.is_file() for file in files.values()):
+            if kind != "GPT2BPETokenizer" or _tokenizer_class(directory) in _GPT2_CLASSES:
+                return {"tokenizer_type": kind, **{field: str(file) for field, file in files.items()}}
     return {}
 
 

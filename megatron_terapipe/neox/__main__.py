@@ -13,15 +13,7 @@ from deepspeed_ext.plan.terminal import CommandParser, run_command
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.convert import (
-    BEFORE_2023_12,
-    SINCE_2023_12,
-    Conversion,
-    convert,
-    left_open,
-    paths_of,
-    read_settings,
-)
+from megatron_terapipe.neox.convert import BEFORE_2023_12, SINCE_2023_12, Conversion, convert, paths_of, read_settings
 from megatron_terapipe.planning import slots_of_hosts
 
 LAUNCHER, SCRIPT = "deepy.py", "train.py"
@@ -122,10 +114,7 @@ def _slots(settings: Mapping[str, Any]) -> int | None:
 
 
 def _unfinished(conversion: Conversion) -> list[str]:
-    """Return comments about flags that the command still needs, for example if a file has only the model."""
-    open_settings = left_open(conversion.settings)
-    if open_settings:
-        return [f"these files leave open {', '.join(open_settings)}: name a file that sets it, as local_setup.yml does"]
+    """Return the trainer's error about the command, for example if a file has only the model; none if it has none."""
     try:
         parse_arguments(conversion.words())
     except UserError as error:

@@ -76,9 +76,6 @@ def read_settings(paths: Iterable[str]) -> dict[str, Any]:
 class Conversion:
     """The command for settings, and the settings that it leaves out."""
 
-    settings: Mapping[str, Any]
-    """NeoX's settings that are set and not off, by key."""
-
     flags: list[list[str]]
     """Words of each flag of the trainer."""
 
@@ -138,7 +135,7 @@ def convert(
         raise ConfigError("; ".join(refusals))
     remarks = {name[1:]: fields.pop(name) for name in list(fields) if name.startswith("#")}
     launch = {name: fields.pop(name) for name in LAUNCH if name in fields}
-    return Conversion(settings=contents, flags=list(_flags(fields)), launch=list(_flags(launch)), remarks=remarks)
+    return Conversion(flags=list(_flags(fields)), launch=list(_flags(launch)), remarks=remarks)
 
 
 def _flags(fields: Fields) -> Iterator[list[str]]:
@@ -167,19 +164,6 @@ def _flat(settings: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str,
             yield key, int(number) if number.is_integer() and number < 2**53 else number
         elif not isinstance(value, Mapping) or value.get("enabled", bool(value)):
             yield key, value
-
-
-NEEDED = (
-    *(("num_layers",), ("hidden_size",), ("num_attention_heads",), ("seq_length",), ("optimizer.type",)),
-    *(("train_iters",), ("train_micro_batch_size_per_gpu", "train_batch_size")),
-    *(("data_path", "train_data_paths"), ("vocab_file",)),
-)
-"""Settings that every run needs; of several, one is enough."""
-
-
-def left_open(settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that a run needs and the files do not give."""
-    return [either[0].partition(".")[0] for either in NEEDED if not settings.keys() & set(either)]
 
 
 @cache

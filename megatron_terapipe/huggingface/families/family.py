@@ -107,7 +107,7 @@ class Family:
     architecture: str
     settings: tuple[Setting, ...]
     """Settings of its keys; each may use the fields that those before it have read."""
-    tensors: TensorNames | Callable[[ModelConfig], TensorNames]
+    tensors: TensorNames | Callable[[ModelConfig], TensorNames] = TensorNames()
     """Names of its tensors, or a function from a model to them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of its keys that transformers reads, by key."""

@@ -257,7 +257,6 @@ COHERE = Family(
     name="cohere",
     architecture="CohereForCausalLM",
     settings=(*_COHERE, head_width(), rotations(base=500_000.0), fixed("use_qk_norm", False, None)),
-    tensors=TensorNames(),
 )
 
 COHERE2 = Family(
@@ -271,7 +270,6 @@ COHERE2 = Family(
         Setting((), lambda file, fields: {"sliding_window": file.value("sliding_window", COUNT, 4096)}),
         window_or_unrotated(),
     ),
-    tensors=TensorNames(),
 )
 
 OLMO = Family(
@@ -288,7 +286,6 @@ OLMO = Family(
         fixed("clip_qkv", None),
         ATTENTION_DROPOUT,
     ),
-    tensors=TensorNames(),
 )
 
 STARCODER2 = Family(
@@ -329,7 +326,6 @@ STABLELM = Family(
         written(hidden_dropout="hidden_dropout"),
         ATTENTION_DROPOUT,
     ),
-    tensors=TensorNames(),
 )
 
 NEMOTRON = Family(

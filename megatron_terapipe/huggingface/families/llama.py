@@ -3,10 +3,8 @@
 Gemma's are the last: embeddings scaled by the root of their width, norms with weights stored less 1, GeGLU.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
     rotated_layers,
@@ -51,10 +49,9 @@ def llama_like(
     key_heads: int | None = None,
     head_size: int | None = None,
     epsilon: float = 1e-6,
-    tensors: TensorNames | Callable[[ModelConfig], TensorNames] | None = None,
-    aliases: Mapping[str, str] | None = None,
     tied: bool = False,
     defaults: tuple[int, ...] = (32000, 2048, 4096, 11008, 32, 32),
+    **more: Any,
 ) -> Family:
     """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
 
@@ -62,6 +59,7 @@ def llama_like(
         key_heads: default of the key and value heads; None for as many as query heads.
         head_size: default of the width of a head; None for hidden size over heads.
         defaults: numbers of words, positions, hidden size, width of MLPs, layers and heads.
+        more: other fields of `Family`.
     """
     return Family(
         name=name,
@@ -77,8 +75,7 @@ def llama_like(
             *settings,
             ATTENTION_DROPOUT,
         ),
-        tensors=tensors or TensorNames(),
-        aliases=aliases or {},
+        **more,
     )
 
 
@@ -184,10 +181,7 @@ GLM4 = llama_like(
     **_GLM,
 )
 
-_QWEN: dict[str, Any] = {
-    "key_heads": 32,
-    "defaults": (151936, 32768, 4096, 22016, 32, 32),
-}
+_QWEN: dict[str, Any] = {"key_heads": 32, "defaults": (151936, 32768, 4096, 22016, 32, 32)}
 
 QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", swish(), window_after_layer(), bias=biases(qkv=True), **_QWEN)
 
@@ -291,11 +285,7 @@ _COMMON: tuple[Setting, ...] = (
     always(apply_layernorm_1p=True),
     fixed("use_bidirectional_attention", None, False),
 )
-_SIZES: dict[str, Any] = {
-    "bias": ATTENTION_BIASES,
-    "head_size": 256,
-    "tied": True,
-}
+_SIZES: dict[str, Any] = {"bias": ATTENTION_BIASES, "head_size": 256, "tied": True}
 
 # Its first files have gelu, which means the form with tanh.
 GEMMA = llama_like(
@@ -313,10 +303,7 @@ _WITH_WINDOWS: tuple[Setting, ...] = (
     always(norm_placement="both"),
     power("query_pre_attn_scalar", "softmax_scale", -0.5, 256, whole=True),
 )
-_WITH_WINDOWS_SIZES: dict[str, Any] = {
-    "key_heads": 4,
-    "tensors": TensorNames(mlp_norm="pre_feedforward_layernorm"),
-}
+_WITH_WINDOWS_SIZES: dict[str, Any] = {"key_heads": 4, "tensors": TensorNames(mlp_norm="pre_feedforward_layernorm")}
 
 GEMMA2 = llama_like(
     "gemma2",

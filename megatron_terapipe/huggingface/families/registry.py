@@ -7,14 +7,14 @@ from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
-from megatron_terapipe.huggingface.families import hybrids, layernorm, llama, mixtures
+from megatron_terapipe.huggingface.families import layernorm, llama, mixtures
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
-        for module in (layernorm, llama, mixtures, hybrids)
+        for module in (layernorm, llama, mixtures)
         for family in vars(module).values()
         if isinstance(family, Family)
     }
