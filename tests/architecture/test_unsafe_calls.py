@@ -1,7 +1,7 @@
 """Calls that could run the content of a file, besides those that ruff's rules of flake8-bandit forbid.
 
 Pickles run functions that they name. They are read through pipes between our own processes; and, of other trainers, by
-an unpickler that constructs a few classes which hold values (`tests/checkpoint/test_inert_pickles.py`).
+an unpickler that constructs a few classes which hold values (`tests/checkpoint/test_hostile_checkpoint.py`).
 """
 
 import ast

@@ -5,7 +5,6 @@ rank, the arguments) has the form of its `megatron/training/checkpointing.py`. A
 """
 
 import queue
-import random
 import threading
 import zlib
 from argparse import Namespace
@@ -349,7 +348,7 @@ class Training:
         iteration = (folder / "latest_checkpointed_iteration.txt").read_text()
         directory = folder / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
         assert dist_checkpointing.check_is_distributed_checkpoint(str(directory))
-        state = dist_checkpointing.load(self._state(loading=True), str(directory))
+        state = dist_checkpointing.load(self._state(), str(directory))
         for name, model in zip(self._names(), self.models, strict=True):
             model.load_state_dict(state[name])
         self.optimizer.reload_model_params()
@@ -376,8 +375,8 @@ class Training:
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
 
-    def _state(self, *, loading: bool = False) -> dict[str, Any]:
-        """The dictionary that Megatron-LM's trainer writes."""
+    def _state(self) -> dict[str, Any]:
+        """The dictionary that Megatron-LM's trainer writes, without states of random numbers."""
         sharded = self.case.file_format == "torch_dist"
         state: dict[str, Any] = {"args": arguments(self.case, self.iteration), "checkpoint_version": 3.0}
         state["iteration"] = self.iteration
@@ -395,10 +394,6 @@ class Training:
                 else self.optimizer.state_dict()
             )
             state["opt_param_scheduler"] = self.scheduler.state_dict()
-        # That of another layout is not read, as in Megatron-LM.
-        if not loading:
-            state["rng_state"] = _rng_state(sharded)
-        state["num_floating_point_operations_so_far"] = 0
         return state
 
 
@@ -518,24 +513,3 @@ def _named_by_transformer_engine(state: dict[str, Any]) -> dict[str, Any]:
             name = name.replace(plain, of_linear)
         named[name] = value
     return named
-
-
-def _rng_state(sharded: bool) -> Any:
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    state = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    if not sharded:
-        return [state]
-    sizes = (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    here = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
-    return ShardedObject("rng_state", [state], sizes, here, replica_id=0)

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron_terapipe.checkpoint import directories
 from megatron_terapipe.checkpoint import save as saving
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -24,57 +23,16 @@ from tests.checkpoint.damage import DAMAGE, kinds_of_file
 from tests.checkpoint.runs import Way, batches, info_of, run_of, save_checkpoint
 from tests.distributed import run_distributed
 
-WAYS = [Way(1, "--zero-stage 0"), Way(2, "--zero-stage 1")]
-
-
-def _save(way: Way, folder: str, iterations: list[int], keep_last: int | None, with_optimizer: bool) -> None:
-    run = run_of(way)
-    engine = build_engine(run)
-    for iteration in iterations:
-        info = replace(info_of(run), iteration=iteration)
-        info = info if with_optimizer else replace(info, optimizer=None)
-        save_checkpoint(engine, folder, info, keep_last=keep_last)
-
-
-def _die_before_the_name(way: Way, folder: str, iteration: int) -> bool:
-    """Save an iteration, and die as all of it is written; whether that happened."""
-    run = run_of(way)
-    engine = build_engine(run)
-    with patch.object(directories, "put_in_place", side_effect=KeyboardInterrupt):
-        try:
-            save_checkpoint(engine, folder, replace(info_of(run), iteration=iteration))
-        except KeyboardInterrupt:
-            return True
-    return False
-
-
-def test_a_save_that_dies_leaves_the_last_whole_one(tmp_path: Path) -> None:
-    """Over an older one of the same iteration; tests/checkpoint/test_kill_points.py has every other moment."""
-    run_distributed(_save, 1, WAYS[0], str(tmp_path), [3], None, True)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "global_step3").iterdir()}
-    assert run_distributed(_die_before_the_name, 1, WAYS[0], str(tmp_path), 3) == [True]
-    assert latest_checkpoint(tmp_path) == tmp_path / "global_step3"
-    assert {path.name: path.read_bytes() for path in (tmp_path / "global_step3").iterdir()} == before
-    assert (tmp_path / "global_step3.partial").is_dir()
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    others = {"global_step2", "notes", "global_step9"}  # not whole, or of a run that was set back
-    for name in others:
-        (tmp_path / name).mkdir()
-    (tmp_path / "global_step9" / "run.json").write_text("{}")
-    run_distributed(_save, 1, WAYS[0], str(tmp_path), [3, 4, 6, 8], 2, True)
-    own = {"zero_to_fp32.py", "zero_to_torch.py"}
-    assert {path.name for path in tmp_path.iterdir()} - own == {*others, "global_step6", "global_step8", "latest"}
-    assert latest_checkpoint(tmp_path) == tmp_path / "global_step8"
+WAY = Way(2, "--zero-stage 1")
 
 
 def _save_weights(folder: Path) -> None:
     """On every rank: save with and without the optimizer, and load the weights only."""
-    way = WAYS[1]
-    for name in ("with", "without"):
-        _save(way, str(folder / name), [3], None, name == "with")
-    run = run_of(replace(way, flags=f"{way.flags} --no-load-optim"), folder / "without")
+    run = run_of(WAY)
+    engine, info = build_engine(run), info_of(run)
+    for name, optimizer in (("with", info.optimizer), ("without", None)):
+        save_checkpoint(engine, folder / name, replace(info, optimizer=optimizer))
+    run = run_of(replace(WAY, flags=f"{WAY.flags} --no-load-optim"), folder / "without")
     build_engine(run)
     config = replace(run.config.checkpoint, no_load_optim=False)
     with pytest.raises(CheckpointError, match="no state of the optimizer"):
@@ -109,7 +67,7 @@ class Seen:
 
 def _save_and_fail(folder: Path) -> Seen:
     """On every rank: save in both ways, fail to save in three, and load damaged files."""
-    seen, run = Seen(), run_of(WAYS[1])
+    seen, run = Seen(), run_of(WAY)
     engine, info = build_engine(run), info_of(run)
     own = dist.get_rank()
 
@@ -168,7 +126,7 @@ def refusal(directory: Path, damage: str, kind: str, info: CheckpointInfo) -> st
         DAMAGE[damage](file)
     dist.barrier()
     try:
-        verify_checkpoint(directory, replace(info, has_manifest=True), run_of(WAYS[1]).config.model, weights_only=False)
+        verify_checkpoint(directory, replace(info, has_manifest=True), run_of(WAY).config.model, weights_only=False)
         return ""
     except CheckpointError as error:
         return str(error)

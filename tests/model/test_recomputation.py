@@ -1,17 +1,25 @@
-"""A product that recomputes the layer before it in the backward: the same bits.
+"""Products whose backward computes the layer before again, or whose weight gradients are deferred: the same bits.
 
 `test_activation_bytes.py` counts what is kept.
 """
+
+import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute, set_queue
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.model import tensor_parallel
+from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
-from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
 from tests.model.configs import model_config
+from tests.runtime.gradients.test_weight_gradients import tensors_kept_by
 
 WIDTH = 12
 ALONE = TensorParallelRanks()
@@ -94,3 +102,142 @@ def test_a_frozen_product_passes_the_gradient_on() -> None:
     expected = torch.autograd.grad((before(inputs) @ weight.T + bias).square().sum(), [inputs, before.weight])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert weight.grad is None
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+STEPS = 3
+
+
+def deferred_by(loss: Tensor, weight_gradients: WeightGradients) -> list[Product]:
+    with weight_gradients.deferring() as deferred:
+        loss.backward()
+    return deferred
+
+
+def attached(*weights: Tensor) -> WeightGradients:
+    weight_gradients = WeightGradients()
+    for weight in weights:
+        set_queue(weight, weight_gradients)
+    return weight_gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["layernorm", "gelu", "swiglu"])
+def test_products_have_the_bits_of_a_whole_backward(name: str, recomputed: bool, dtype: torch.dtype) -> None:
+    """With every backward's product deferred until after the next one's input gradients."""
+    seen = []
+    for apart in (False, True):
+        before, weight, bias = layers_of(name, dtype)
+        weight_gradients, waiting, results = attached(weight), [], []
+        for step in range(STEPS):
+            inputs = inputs_of(name, 30 + step, dtype)
+            if recomputed:
+                output = tensor_parallel.linear(inputs, weight, bias, before=before)
+            else:
+                output = tensor_parallel.linear(before(inputs), weight, bias)
+            loss = output.square().sum()
+            if apart:
+                waiting.append(deferred_by(loss, weight_gradients))
+                if len(waiting) > 1:
+                    compute(waiting.pop(0))
+            else:
+                loss.backward()
+            results.append(inputs.grad)
+        for deferred in waiting:
+            assert len(deferred) == 1
+            compute(deferred)
+        seen.append([*results, *(each.grad for each in (weight, bias, *before.parameters()))])
+    for whole, parts in zip(*seen, strict=True):
+        assert torch.equal(whole, parts)
+
+
+def test_look_ups_have_the_bits_of_a_whole_backward() -> None:
+    seen = []
+    for apart in (False, True):
+        weight = drawn(8, 5, seed=1)
+        weight_gradients = attached(weight)
+        for step in range(STEPS):
+            tokens = torch.tensor([[1, 1, 4], [step, 7, 1]])
+            loss = tensor_parallel.embedding(tokens, weight).square().sum()
+            if apart:
+                before = None if weight.grad is None else weight.grad.clone()
+                deferred = deferred_by(loss, weight_gradients)
+                assert weight.grad is None if before is None else torch.equal(weight.grad, before)
+                compute(deferred)
+            else:
+                loss.backward()
+        seen.append(weight.grad)
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_of_a_recomputed_layer_only_the_result_is_kept(name: str) -> None:
+    before, weight, bias = layers_of(name)
+    weight_gradients = attached(weight)
+    inputs = inputs_of(name, 3)
+    middle = inputs * 1  # only the product has it
+    output = tensor_parallel.linear(middle, weight, bias, before=before)
+    raw = weakref.ref(middle)
+    del middle
+    loss = output.square().sum()
+    del output
+    assert raw() is not None
+    deferred = deferred_by(loss, weight_gradients)
+    del loss
+    assert raw() is None
+    assert _numbers_kept(deferred, weight) == 10 * (weight.shape[-1] + weight.shape[0])
+    compute(deferred)
+    assert weight.grad is not None
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """The first of two sequence-parallel ranks, the other of which has the same tokens: no process group needed."""
+
+    sequence_parallel: bool = True
+
+    def start_gather(self, part: Tensor) -> Pending:
+        return lambda: torch.cat([part, part], dim=1)
+
+    def start_complete(self, partial: Tensor) -> Pending:
+        return lambda: partial.chunk(2, dim=1)[0]
+
+
+def test_sequence_parallel_ranks_keep_their_own_tokens_and_gather_later() -> None:
+    seen = []
+    for apart in (False, True):
+        weight, inputs = drawn(8, 5, seed=1), drawn(2, 3, 5, seed=2)
+        weight_gradients = attached(weight)
+        loss = tensor_parallel.linear(inputs, weight, ranks=TwoRanks()).square().sum()
+        if apart:
+            deferred = deferred_by(loss, weight_gradients)
+            assert _numbers_kept(deferred, weight) == 2 * 3 * 5 + 2 * 6 * 8
+            compute(deferred)
+        else:
+            loss.backward()
+        seen.append((weight.grad, inputs.grad))
+    assert all(torch.equal(whole, parts) for whole, parts in zip(*seen, strict=True))
+
+
+def test_every_matrix_of_the_model_can_be_deferred() -> None:
+    """But the learned positions, which are few."""
+    model = model_config(hidden_size=16, num_attention_heads=4, num_layers=1)
+    layers = [spec.build() for spec in gpt_layers(model)]
+    weight_gradients, past = WeightGradients(), SequenceState(TokenSlices((3,))).past(0, 0)
+    for layer in layers:
+        weight_gradients.attach(layer)
+    embedding, positions, transformer, norm, _ = layers
+    hidden = norm(transformer(positions(embedding(torch.tensor([[1, 2, 3]])), past), past))
+    deferred = deferred_by(tensor_parallel.linear(hidden, embedding.weight).logsumexp(-1).sum(), weight_gradients)
+    assert len(deferred) == 4 + 2
+    assert embedding.weight.grad is None
+    assert positions.weight.grad is not None
+
+
+def _numbers_kept(deferred: list[Product], weight: Tensor) -> int:
+    """Numbers in the tensors that products close over, but for their weight."""
+    tensors = [each for each in tensors_kept_by(deferred) if each is not weight]
+    assert all(tensor.grad_fn is None for tensor in tensors), "a graph would keep earlier tensors"
+    storages = {each.untyped_storage().data_ptr(): each for each in tensors}
+    return sum(each.untyped_storage().nbytes() // each.element_size() for each in storages.values())

@@ -1,17 +1,137 @@
-"""A converted model has the logits of `transformers` with the same weights, and is unchanged when converted back."""
+"""Models of transformers, of every family, here and back, and ours there and back: logits, and tensors bit for bit."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_terapipe.checkpoint.conversion import export_checkpoint, import_model
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
 from megatron_terapipe.inference import WholeModel
 from tests.huggingface.models import GEMMA2, MODELS, logits, save, whole_model
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+load_file, save_file = safetensors_torch.load_file, safetensors_torch.save_file
+from tests.huggingface.tiny import TINY, VOCAB, tiny_model  # noqa: E402
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_there_and_back(tmp_path: Path, tokens: torch.Tensor, name: str) -> None:
+    theirs = tiny_model(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    directory = import_model(tmp_path / "theirs", tmp_path / "ours")
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(_logits(directory, tokens), expected, rtol=0, atol=TOLERANCE)
+    export_checkpoint(directory, tmp_path / "back")
+    _check_tensors(tmp_path / "theirs", tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32, attn_implementation="eager"
+    )
+    assert back.config.model_type == TINY[name][0]
+    with torch.no_grad():
+        assert torch.equal(back(tokens).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("glm4_moe", "model.layers.3.eh_proj.weight"), ("qwen3_next", "mtp.layers.0.mlp.gate.weight")]
+)
+def test_layers_of_further_predictions_are_not_read(tmp_path: Path, name: str, tensor: str) -> None:
+    tiny_model(name).save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {tensor: torch.ones(3)}, path, {"format": "pt"})
+    export_checkpoint(import_model(tmp_path / "theirs", tmp_path / "ours"), tmp_path / "back")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
+
+
+_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 5.0, 9.0]}
+_LINEAR, _DYNAMIC = ({"rope_type": name, "factor": 2.0} for name in ("linear", "dynamic"))
+_OUTSIDE = {"rope_parameters": None, "rope_theta": 100.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(
+            ("llama", _OUTSIDE | {"rope_scaling": scaling})
+            for scaling in (
+                *(_YARN, _LLAMA3, _LONGROPE, _LINEAR, _DYNAMIC),
+                {**_YARN, "original_max_position_embeddings": 32},
+                {"rope_type": "yarn", "factor": None},
+            )
+        ),
+        ("gpt_neox", _OUTSIDE | {"rope_scaling": _YARN, "rotary_pct": 0.5, "rotary_emb_base": 100}),
+        ("gemma3", {"rope_scaling": _YARN, "original_max_position_embeddings": 16}),
+        ("gpt2", {"n_embd": 24, "hidden_size": 32, "n_layer": None, "num_hidden_layers": 3}),
+        ("gpt2", {"n_head": None, "num_attention_heads": 4, "n_positions": 1, "max_position_embeddings": 64}),
+        ("gpt_bigcode", {"n_layer": 1, "num_hidden_layers": 3}),
+        ("falcon-7b", {"hidden_size": 48, "n_embed": 32}),
+        ("granite", {"embedding_multiplier": 3, "residual_multiplier": 1, "logits_scaling": 2}),
+    ],
+)
+def test_keys_have_the_meaning_that_transformers_gives_them(
+    tmp_path: Path, tokens: torch.Tensor, name: str, settings: dict[str, Any]
+) -> None:
+    theirs = tmp_path / "theirs"
+    tiny_model(name).save_pretrained(theirs)
+    config = json.loads((theirs / "config.json").read_text()) | settings
+    (theirs / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    directory = import_model(theirs, tmp_path / "ours")
+    export_checkpoint(directory, tmp_path / "back")
+    found = _logits(directory, tokens)
+    for folder in (theirs, tmp_path / "back"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(found, model(tokens).logits, rtol=0, atol=TOLERANCE)
+
+
+def _logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    whole = WholeModel(ModelConfig(**CheckpointInfo.read(directory).model)).load(directory).eval()
+    return logits(whole, tokens)[..., :VOCAB]
+
+
+def _check_tensors(first: Path, second: Path) -> None:
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        rows = _unread_rows(name)
+        assert torch.equal(tensor[rows:], after[name][rows:]), name
+
+
+def _unread_rows(name: str) -> int:
+    """OPT has two positions that no token is at."""
+    return 2 if name == "model.decoder.embed_positions.weight" else 0
+
+
+def test_a_model_may_be_written_as_another_family_that_has_it(tmp_path: Path, tokens: torch.Tensor) -> None:
+    theirs: Any = tiny_model("llama")
+    theirs.save_pretrained(tmp_path / "theirs")
+    directory = import_model(tmp_path / "theirs", tmp_path / "ours")
+    export_checkpoint(directory, tmp_path / "back", family="mistral")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    assert back.config.model_type == "mistral"
+    with torch.no_grad():
+        torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=TOLERANCE)
+
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
