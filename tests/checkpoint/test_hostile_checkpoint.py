@@ -1,4 +1,4 @@
-"""A checkpoint from another source runs no code in any command that reads it, also of trainers that are not installed."""
+"""A checkpoint from another source, also of another trainer, runs no code in any command that reads it."""
 
 import enum
 import json
