@@ -171,55 +171,6 @@ def test_idle_flags_are_listed_in_one_line() -> None:
     assert not [line for line in read_arguments(REQUIRED.split()).notices if "no effect" in line]
 
 
-@pytest.mark.parametrize(
-    ("words", "section", "field", "value"),
-    [
-        ("", "model", "position_embedding_type", "learned_absolute"),
-        ("--no-position-embedding", "model", "position_embedding_type", "none"),
-        ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
-        ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
-        ("--padded-vocab-size 300 --vocab-size 299", "model", "vocab_rows", 300),
-        ("--lr 1 --lr 2", "optimizer", "lr", 2.0),
-        ("--swiglu --activation swiglu", "model", "activation", "swiglu"),
-        ("--context_parallel_size 2 --cp-comm-type p2p a2a", "parallel", "ds_sequence_parallel_size", 2),
-        # The form of GELU is Megatron's.
-        ("", "model", "activation", "gelu"),
-        ("--disable-bias-linear", "model", "activation", "gelu-exact"),
-        ("--no-bias-gelu-fusion", "model", "activation", "gelu-exact"),
-        ("--disable-bias-linear --add-qkv-bias", "model", "activation", "gelu-exact"),
-        ("--no-bias-gelu-fusion --activation gelu", "model", "activation", "gelu"),
-        ("--disable-bias-linear --activation relu", "model", "activation", "relu"),
-        ("--disable-bias-linear --openai-gelu", "model", "activation", "gelu"),
-        ("--no-bias-gelu-fusion --disable-bias-linear --swiglu", "model", "activation", "swiglu"),
-        ("--no-bias-gelu-fusion --model-preset gpt3-125m", "model", "activation", "gelu"),
-    ],
-)
-def test_several_flags_for_one_field(words: str, section: str, field: str, value: object) -> None:
-    assert getattr(getattr(parse(words), section), field) == value
-
-
-def test_llama_scripts_of_megatron_deepspeed_and_megatron_lm() -> None:
-    shared = "--untie-embeddings-and-output-weights --swiglu --disable-bias-linear"
-    for words, base, epsilon in (
-        (
-            "--use-rotary-position-embeddings --normalization rmsnorm --num-key-value-heads 2 --attention-dropout 0 "
-            "--no-query-key-layer-scaling --hidden-dropout 0 --use-flash-attn-v2 --deepspeed --zero-stage 1 --bf16 "
-            "--no-pipeline-parallel --DDP-impl local --no-masked-softmax-fusion --no-bias-gelu-fusion",
-            *(10000.0, 1e-5),
-        ),
-        (
-            "--use-mcore-models --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0 "
-            "--group-query-attention --num-query-groups 2 --normalization RMSNorm --norm-epsilon 1e-6 "
-            "--transformer-impl transformer_engine --attention-backend flash --use-distributed-optimizer",
-            *(500000.0, 1e-6),
-        ),
-    ):
-        model = parse(f"{shared} {words}").model
-        assert (model.position_embedding_type, model.normalization, model.activation) == ("rope", "rmsnorm", "swiglu")
-        assert model.disable_bias_linear and model.untie_embeddings_and_output_weights
-        assert (model.num_key_value_heads, model.rotary_base, model.layernorm_epsilon) == (2, base, epsilon)
-
-
 BOTH_DROPOUTS = "--hidden-dropout 0 --attention-dropout 0 "
 
 

@@ -1,7 +1,8 @@
-"""Refusals of the command line, of the table `refusals.txt`: each is one line with the value, the rule and a remedy."""
+"""Command lines by table: `meanings.txt`, and `refusals.txt`, each one line with the value, the rule and a remedy."""
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ GIVEN = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_leng
 GIVEN |= {"train_iters": 10, "lr": 1e-3, "mock_data": True}
 
 
-def rows() -> Iterator[tuple[str, list[str]]]:
-    """Yield the words of each command line, and the flags and values that the line about it names."""
+def rows(name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the words of each command line of a table; and fields with their values, or parts of the refusal."""
     more = ""
-    for row in Path(__file__).with_name("refusals.txt").read_text().splitlines():
+    for row in Path(__file__).with_name(name).read_text().splitlines():
         if row.startswith("["):
             more = row.strip("[]")
         elif row and not row.startswith("#"):
@@ -28,13 +29,21 @@ def rows() -> Iterator[tuple[str, list[str]]]:
             yield f"{BASE} {more} {words}", parts.split(" | ")
 
 
-@pytest.mark.parametrize(("words", "parts"), list(rows()))
+@pytest.mark.parametrize(("words", "parts"), list(rows("refusals.txt")))
 def test_a_refusal_is_one_line(words: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_arguments(shlex.split(words)).evaluation_batch(2)
     line = str(caught.value)
     assert all(part in line for part in parts), line
     assert ": " in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("words", "parts"), list(rows("meanings.txt")))
+def test_flags_set_fields(words: str, parts: list[str]) -> None:
+    sections = asdict(parse_arguments(shlex.split(words))).values()
+    found = {name: str(value) for section in sections for name, value in section.items()}
+    for name, _, value in (part.partition(" ") for part in parts):
+        assert found[name] == value
 
 
 NUMBERS = [each for each in flags() if each.kind in (int, float) and not each.choices]

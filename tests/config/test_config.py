@@ -22,13 +22,6 @@ def config(**given: object) -> Config:
     return build_config({**REQUIRED, **given})
 
 
-def test_derived_sizes() -> None:
-    model = config().model
-    assert (model.ffn_hidden_size, model.num_key_value_heads, model.kv_channels) == (256, 4, 16)
-    assert model.max_position_embeddings == 128
-    assert config(hidden_size=66, kv_channels=16).model.kv_channels == 16
-
-
 def test_vocabulary_is_padded() -> None:
     assert config(vocab_size=50257).model.padded_vocab_size() == 50304
     # A tensor-parallel size that divides 128 changes nothing; one that does not must divide the rows as well.
@@ -52,15 +45,6 @@ def test_vocabulary_is_padded() -> None:
 def test_token_slices(given: dict[str, object], lengths: tuple[int, ...]) -> None:
     assert config(**given).token_slices().lengths == lengths
     assert config(**given).parallel.num_token_slices == len(lengths)
-
-
-def test_ranks_that_share_layers() -> None:
-    assert not config(sequence_parallel=True, seq_length=127).parallel.sequence_parallel  # of one rank
-    assert config(tensor_model_parallel_size=4, sequence_parallel=True).parallel.sequence_parallel
-    # Any number of ranks share parts that are left out.
-    layers = '{"block_configs": [{"attention": {"no_op": true}}, {"mlp": {"no_op": true}}, {}, {}]}'
-    parallel = config(tensor_model_parallel_size=4, heterogeneous_layers_config_path=layers).parallel
-    assert parallel.tensor_model_parallel_size == 4
 
 
 def test_layout_takes_the_rest_of_the_world_for_data() -> None:

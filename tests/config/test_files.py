@@ -8,8 +8,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config import CheckpointConfig, DataConfig, TrainingConfig
-from megatron_terapipe.config.data import TOKENIZER_SPELLINGS
+from megatron_terapipe.config import CheckpointConfig, DataConfig
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.parsing import check_host_name, is_host_name
 from megatron_terapipe.errors import ConfigError
@@ -44,44 +43,6 @@ def test_parts_may_have_data_of_their_own() -> None:
     assert data.weighted_prefixes("test") == ()
     assert data.has("valid")
     assert not parse("--train-data-path a --test-data-path b").has("valid")
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("", "byte"),
-        ("--vocab-file v.json --merge-file m.txt", "GPT2BPETokenizer"),
-        ("--vocab-file v.json --merge-file m.txt --tokenizer-type byte", "byte"),
-        ("--tokenizer-model m --tokenizer-type HFTokenizer --vocab-file v.json", "HuggingFaceTokenizer"),
-        *(
-            (f"--tokenizer-type {spelling} {flag} FILE", name)
-            for flag in ("--tokenizer-model", "--tokenizer-name-or-path")
-            for spelling, name in {"HuggingFaceTokenizer": "HuggingFaceTokenizer", **TOKENIZER_SPELLINGS}.items()
-        ),
-    ],
-)
-def test_tokenizers(words: str, name: str) -> None:
-    data = parse(f"--data-path a {words}")
-    assert data.tokenizer_type == name
-    assert data.tokenizer_model == {"FILE": "FILE", "v.json": "m"}.get(words.split()[-1] if words else "")
-
-
-@pytest.mark.parametrize("flag", ["--vocab-file", "--merge-file"])
-def test_one_file_of_two_is_refused(flag: str) -> None:
-    with pytest.raises(ConfigError, match=r"--tokenizer-type GPT2BPETokenizer .*: add --vocab-file and"):
-        parse(f"--data-path a {flag} FILE")
-
-
-def test_flags_of_megatron_scripts_are_taken() -> None:
-    data = parse(
-        "--data-path a --data-impl infer --mmap-warmup --dataloader-type single --data-cache-path c"
-        " --train-data-exact-num-epochs 2 --reset-position-ids --eod-mask-loss"
-    )
-    assert (data.mmap_warmup, data.data_cache_path) == (True, "c")
-    assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, False, True)
-    assert data.separates_documents
-    assert parse("--data-path a --reset-attention-mask").separates_documents
-    assert not parse("--data-path a --eod-mask-loss").separates_documents
 
 
 def test_files_of_long_blends(tmp_path: Path) -> None:
@@ -122,12 +83,6 @@ def test_checkpoints_that_are_due() -> None:
     assert [done for done in range(10) if every.saves_after(done)] == [0, 3, 4, 8]
     assert not any(CheckpointConfig(save="x").saves_after(done) for done in range(10))
     assert not CheckpointConfig(save="x", save_interval=4).saves_after(0)
-
-
-def test_a_hostfile_is_for_dry_runs() -> None:
-    assert TrainingConfig(train_iters=1, hostfile="hosts", dry_run_without_files=True).dry_run
-    with pytest.raises(ConfigError, match=r"^--hostfile hosts is for the launcher: .*, or add --dry-run$"):
-        TrainingConfig(train_iters=1, hostfile="hosts")
 
 
 @pytest.mark.parametrize(

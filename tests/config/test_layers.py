@@ -107,3 +107,9 @@ FORMS = {
 @pytest.mark.parametrize("entry", FORMS.values(), ids=FORMS)
 def test_the_same_layer_is_read(entry: dict[str, Any]) -> None:
     assert ours(entry) == megatrons(entry)
+
+
+def test_parts_that_megatron_needs_may_be_left_out() -> None:
+    assert ours({}) == ours({"attention": {"no_op": False}, "mlp": {}}) == BlockShape(**USUAL)
+    both = {"attention": {"no_op": True}, "mlp": {"no_op": True}}
+    assert ours(both) == BlockShape(num_key_value_heads=0, ffn_hidden_size=0)

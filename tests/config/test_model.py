@@ -44,27 +44,6 @@ def test_files_that_are_refused(text: bytes, rule: str, tmp_path: Path) -> None:
     assert line.startswith(f"{PATH} {file}{rule}") and ": " in line and "\n" not in line, line
 
 
-@pytest.mark.parametrize(
-    ("entry", "groups", "width"),
-    [
-        ({}, 8, 256),
-        ({"attention": {}, "mlp": {}}, 8, 256),
-        ({"attention": {"num_query_groups": 2}}, 2, 256),
-        ({"attention": {"n_heads_in_group": 4}}, 2, 256),
-        ({"attention": {"n_heads_in_group": 8}, "mlp": {"ffn_hidden_size": 40}}, 1, 40),
-        ({"attention": {"no_op": True}}, 0, 256),
-        ({"attention": {"no_op": True, "num_query_groups": 2}}, 0, 256),
-        ({"attention": {"no_op": False, "replace_with_linear": False}}, 8, 256),
-        ({"mlp": {"no_op": True}}, 8, 0),
-        ({"attention": {"no_op": True}, "mlp": {"no_op": True}}, 0, 0),
-    ],
-)
-def test_an_entry_is_a_layer(entry: dict[str, Any], groups: int, width: int) -> None:
-    usual, found = with_layers(described({}, entry)).blocks
-    assert usual == USUAL
-    assert found == BlockShape(num_key_value_heads=groups, ffn_hidden_size=width)
-
-
 def test_layers_without_a_description_are_alike() -> None:
     assert model(num_layers=3).blocks == (USUAL,) * 3
 
@@ -82,19 +61,6 @@ def test_a_file_is_read_once_and_its_text_kept(tmp_path: Path) -> None:
     assert longer.blocks == by_path.blocks
     assert longer.heterogeneous_layers_config_path == by_path.heterogeneous_layers_config_path
     assert ModelConfig(**json.loads(json.dumps(asdict(by_path)))) == by_path
-
-
-@pytest.mark.parametrize(
-    ("hidden_size", "width"),
-    [(4096, 10880), (768, 2048), (64, 128), (8, 64), (24, 64), (32, 64), (2048, 5440)],
-)
-def test_the_default_width_with_a_gate_is_two_thirds_of_four_rounded_down(hidden_size: int, width: int) -> None:
-    found = model(hidden_size=hidden_size, num_attention_heads=8, activation="swiglu").ffn_hidden_size
-    assert found == width
-    assert width % 64 == 0
-    assert 0 <= 8 / 3 * hidden_size - width < 64 or width == 64
-    assert model(hidden_size=hidden_size, num_attention_heads=8).ffn_hidden_size == 4 * hidden_size
-    assert model(activation="swiglu", ffn_hidden_size=100).ffn_hidden_size == 100
 
 
 def test_rotated_channels() -> None:

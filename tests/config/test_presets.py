@@ -1,13 +1,10 @@
 """Presets: the published models, and flags that win over them."""
 
-import re
-
 import pytest
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config, ModelConfig, flops
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
-from megatron_terapipe.errors import ConfigError
 
 REST = "--micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path corpus "
 
@@ -55,26 +52,6 @@ def test_layers_are_those_of_terapipes_table(name: str, billions: float) -> None
     assert model.seq_length == 2048
 
 
-def test_flags_win() -> None:
-    model = parse("--model-preset llama2-7b --num-layers 4 --seq-length 512 --rotary-base 7 --vocab-size 100").model
-    assert (model.num_layers, model.seq_length, model.rotary_base, model.vocab_size) == (4, 512, 7.0, 100)
-    assert (model.hidden_size, model.max_position_embeddings, model.normalization) == (4096, 512, "rmsnorm")
-    assert parse("--model-preset gpt3-13b --seq-length 8192").model.max_position_embeddings == 8192
-
-
-def test_flags_of_other_trainers_with_a_preset() -> None:
-    assert parse("--model-preset llama2-7b --no-position-embedding").model.position_embedding_type == "rope"
-    assert parse("--model-preset gpt2 --no-position-embedding").model.position_embedding_type == "none"
-    with pytest.raises(ConfigError, match=r"--add-bias-linear contradicts --disable-bias-linear: drop one of them"):
-        parse("--model-preset llama2-7b --add-bias-linear")
-
-
 def test_a_run_from_a_preset_is_the_run_from_its_flags() -> None:
     words = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257"
     assert parse("--model-preset gpt2") == parse(words)
-
-
-@pytest.mark.parametrize(("name", "remedy"), [("gpt3-13", "gpt3-13b?"), ("xyzzy", "gpt2, gpt2-medium, ")])
-def test_unknown_preset(name: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--model-preset {name} .*{re.escape(remedy)}"):
-        parse(f"--model-preset {name}")

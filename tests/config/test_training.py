@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config import BatchConfig, Config
+from megatron_terapipe.config import BatchConfig
 from megatron_terapipe.config.batch import BatchSizes
 from megatron_terapipe.errors import ConfigError
 
@@ -153,27 +153,6 @@ def test_a_ramp_of_any_length_is_counted_at_once() -> None:
 MODEL = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --lr 1e-3"
 
 
-def parse(words: str) -> Config:
-    return parse_arguments(f"{MODEL} --data-path corpus {words}".split())
-
-
-def test_lengths() -> None:
-    for words, unit, length, tokens in (
-        ("--train-iters 7", "iters", 7, None),
-        ("--train-samples 9", "samples", 9, None),
-        ("--train-tokens 72", "samples", 9, None),
-        ("--train-tokens 70 --train-samples 90 --lr-decay-tokens 70 --lr-warmup-tokens 15", "samples", 90, 70),
-    ):
-        training = parse(words).training
-        assert (training.unit, training.length, training.train_tokens) == (unit, length, tokens)
-
-
-def test_megatrons_ramp_and_steps_parse() -> None:
-    config = parse("--train-samples 5000 --global-batch-size 64 --rampup-batch-size 16 8 2000 --lr-decay-samples 4000")
-    assert config.batch.rampup_batch_size == (16, 8, 2000)
-    assert config.optimizer.lr_decay_samples == 4000
-    assert (config.global_batch_size(4), config.num_micro_batches(4)) == (64, 8)
-    config = parse("--train-iters 9 --step-batch-size-schedule 0:8 1.6K:64 --global-batch-size 64")
-    assert config.batch_sizes(4).steps == ((0, 8), (200, 64))
-    # A flag as Megatron misspells it.
-    assert parse("--train-iters 9 --no-log-learnig-rate-to-tensorboard").logging.no_log_learning_rate_to_tensorboard
+def test_steps_of_a_command_line() -> None:
+    words = "--train-iters 9 --step-batch-size-schedule 0:8 1.6K:64 --global-batch-size 64 --data-path corpus"
+    assert parse_arguments(f"{MODEL} {words}".split()).batch_sizes(4).steps == ((0, 8), (200, 64))
