@@ -79,55 +79,63 @@ def test_script_equals_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "launch.sh").stat().st_mode & 0o100
 
 
+def program(work: Path, name: str, script: str) -> None:
+    """Write a program that scripts run in place of another."""
+    path = work / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(script)
+    path.chmod(0o755)
+
+
+def run(script: Path, *words: str, work: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a launch script in a folder, with the programs that it has."""
+    env = {**os.environ, "PATH": f"{work / 'bin'}:{os.environ['PATH']}", "MLFLOW_TRACKING_PASSWORD": "secret", **more}
+    return subprocess.run(["bash", str(script), *words], capture_output=True, text=True, check=False, env=env, cwd=work)
+
+
 @pytest.mark.parametrize(
-    ("flags", "program"),
+    ("flags", "started"),
     [(["--dry-run"], "python"), (["--dry-run-without-files"], "python"), ([], "deepspeed")],
 )
-def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], program: str) -> None:
+def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], started: str) -> None:
     """The script of sixteen ranks on many hosts: with `--dry-run` it starts no launcher, which would ask for them."""
     launched("fp16").write(str(tmp_path))
     for name in ("python", "deepspeed"):
-        fake = tmp_path / "bin" / name
-        fake.parent.mkdir(exist_ok=True)
-        fake.write_text(f'#!/bin/sh\necho {name} "$@"\n')
-        fake.chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    script = ["bash", str(tmp_path / "launch.sh"), *flags]
-    # From another directory than that of the trainer.
-    env = {**os.environ, "PATH": path}
-    done = subprocess.run(script, capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
-    assert done.stdout.startswith(f"{program} ") and f"{REPOSITORY}/pretrain_gpt.py --strategy" in done.stdout
+        program(tmp_path, name, f'#!/bin/sh\necho {name} "$@"\n')
+    # From another directory than the trainer's.
+    done = run(tmp_path / "launch.sh", *flags, work=tmp_path)
+    assert done.stdout.startswith(f"{started} ") and f"{REPOSITORY}/pretrain_gpt.py --strategy" in done.stdout
     assert done.stdout.split()[-1] == (flags[-1] if flags else "--mock-data")
 
 
 def test_script_finds_the_trainer(tmp_path: Path) -> None:
     launched().write(str(tmp_path / "plan"))
     script = tmp_path / "plan" / "launch.sh"
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$1"\n')
-    (tmp_path / "python").chmod(0o755)
+    program(tmp_path, "python", '#!/bin/sh\necho "$1"\n')
     mine = tmp_path / "mine.py"
     mine.touch()
-    run = partial(subprocess.run, ["bash", str(script), "--dry-run"], capture_output=True, text=True, cwd=tmp_path)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert run(env=env).stdout == f"{REPOSITORY}/pretrain_gpt.py\n"
-    assert run(env={**env, "PRETRAIN_GPT": str(mine)}).stdout == f"{mine}\n"
-    missing = run(env={**env, "PRETRAIN_GPT": "none.py"})
+    dry_run = partial(run, script, "--dry-run", work=tmp_path)
+    assert dry_run().stdout == f"{REPOSITORY}/pretrain_gpt.py\n"
+    assert dry_run(PRETRAIN_GPT=str(mine)).stdout == f"{mine}\n"
+    missing = dry_run(PRETRAIN_GPT="none.py")
     assert missing.stderr == "error: pretrain_gpt.py is not at none.py: set PRETRAIN_GPT to its path\n"
     # The checkout that wrote the script is gone.
     script.write_text(script.read_text().replace(str(REPOSITORY), str(tmp_path / "gone")))
-    done = run(env=env)
+    done = dry_run()
     assert done.returncode == 2
     assert f"pretrain_gpt.py is not at {tmp_path}/gone/pretrain_gpt.py or here: set PRETRAIN_GPT" in done.stderr
     (tmp_path / "pretrain_gpt.py").touch()
-    assert run(env=env).stdout == "./pretrain_gpt.py\n"
+    assert dry_run().stdout == "./pretrain_gpt.py\n"
 
 
-def test_one_machine_needs_no_hostfile() -> None:
+def test_one_machine_needs_no_hostfile_and_a_model_by_layers_is_refused() -> None:
     cluster, _ = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "c.json")
     launch = launch_of(Strategy(pipeline_parallel_size=2), PROBLEM.workload.config, cluster, "fp32")
     command = launch.command("out")
     assert command.startswith("DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 pretrain_gpt.py")
     assert "bf16" not in command and "bf16" not in json.dumps(launch.deepspeed)
+    with pytest.raises(ConfigError, match="given by layers"):
+        launch_of(Strategy(), None, PROBLEM.cluster, "bf16")
 
 
 def test_hosts_are_in_the_order_of_the_ranks() -> None:
@@ -155,11 +163,6 @@ def test_a_schedule_that_the_trainer_finds_is_found_for_the_same_cluster(tmp_pat
     assert read_cluster(str(tmp_path / "cluster.json")).nodes == launch.nodes
 
 
-def test_models_that_the_trainer_cannot_build() -> None:
-    with pytest.raises(ConfigError, match="given by layers"):
-        launch_of(Strategy(), None, PROBLEM.cluster, "bf16")
-
-
 OPTION = "-oProxyCommand=touch${IFS}hit"
 HOSTILE = [
     "$(touch hit)",
@@ -184,16 +187,6 @@ eval "echo sent ${words[*]}"
 """In place of DeepSpeed's launcher: words with blanks in double quotes, all others as they are, read by a shell."""
 
 
-def run(script: Path, *words: str, work: Path) -> subprocess.CompletedProcess[str]:
-    """Run a launch script where `deepspeed` is one that hands its words to a shell, as the real one does to many."""
-    program = work / "bin" / "deepspeed"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(DEEPSPEED)
-    program.chmod(0o755)
-    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "MLFLOW_TRACKING_PASSWORD": "secret"}
-    return subprocess.run(["bash", str(script), *words], capture_output=True, text=True, check=False, env=env, cwd=work)
-
-
 @pytest.mark.parametrize("ending", ["", ".json"])
 def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"cluster{ending}"
@@ -211,18 +204,19 @@ def test_output_folder_is_not_run_by_shells(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
         launched().command(str(folder))  # that people would copy
     launched().write(str(folder))
+    program(tmp_path, "deepspeed", DEEPSPEED)
     done = run(folder / "launch.sh", work=tmp_path)
     assert done.returncode == 2 and "which the shells of other hosts would read" in done.stderr
     assert not list(tmp_path.rglob("hit"))
     # A dry run starts no launcher, and takes any folder.
-    (tmp_path / "bin" / "python").write_text('#!/bin/sh\necho "$2" "$3"\n')
-    (tmp_path / "bin" / "python").chmod(0o755)
+    program(tmp_path, "python", '#!/bin/sh\necho "$2" "$3"\n')
     assert run(folder / "launch.sh", "--dry-run", work=tmp_path).stdout == f"--strategy {folder}/strategy.json\n"
     assert not list(tmp_path.rglob("hit"))
 
 
 def test_a_plain_folder_is_launched_and_no_password_is_sent(tmp_path: Path) -> None:
     launched().write(str(tmp_path / "a plan"))
+    program(tmp_path, "deepspeed", DEEPSPEED)
     done = run(tmp_path / "a plan" / "launch.sh", "--data-path", "x_1,y", work=tmp_path)
     assert done.stdout.startswith("password: none\nsent --hostfile"), done
     assert "a plan/strategy.json" in done.stdout and "x_1,y" in done.stdout
@@ -231,6 +225,7 @@ def test_a_plain_folder_is_launched_and_no_password_is_sent(tmp_path: Path) -> N
 @pytest.mark.parametrize("word", HOSTILE)
 def test_words_and_folders_that_shells_read(tmp_path: Path, word: str) -> None:
     launched().write(str(tmp_path))
+    program(tmp_path, "deepspeed", DEEPSPEED)
     done = run(tmp_path / "launch.sh", "--data-path", word, work=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "hit").exists()
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
