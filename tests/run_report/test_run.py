@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -16,22 +17,22 @@ from tests.run_report.made_up import START, iteration, lines_of, whole_run, writ
 from tests.training.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 
-def test_every_line_of_a_run_is_read() -> None:
-    note = Note(iteration=3, text="something")
-    for line in (ITERATION, SKIPPED, START, note, *whole_run()):
-        assert line_of(json_text(line)) == replace_samples(line)
-    assert line_of(json_text(EVALUATION)) == replace(EVALUATION, consumed_samples=0)
-    assert line_of(json_text(TEST)) == replace(TEST, consumed_samples=0)
-    assert isnan(line_of(json_text(replace(SKIPPED, lm_loss=float("nan")))).lm_loss)
+def text_of(line: Any) -> str:
+    return json.dumps(line.as_json())
 
 
-def json_text(line: object) -> str:
-    return json.dumps(line.as_json())  # type: ignore[attr-defined]
-
-
-def replace_samples(line: object) -> object:
-    """Lines of evaluations do not have the samples of training."""
-    return replace(line, consumed_samples=0) if hasattr(line, "part") else line  # type: ignore[type-var]
+def test_every_line_of_a_run_is_read_and_has_the_schema() -> None:
+    validator, note = Draft202012Validator(metrics_schema()), Note(iteration=3, text="something")
+    for line in (ITERATION, SKIPPED, START, note, EVALUATION, TEST, *whole_run()):
+        # Lines of evaluations do not have the samples of training.
+        assert line_of(text_of(line)) == (replace(line, consumed_samples=0) if hasattr(line, "part") else line)
+        validator.validate(json.loads(text_of(line)))
+    unknown = text_of(replace(SKIPPED, lm_loss=float("nan")))
+    assert isnan(line_of(unknown).lm_loss)
+    validator.validate(json.loads(unknown))
+    for bad in ({}, {"event": "party"}, {"iteration": 3}, {"iteration": 3, "validation_lm_loss": "x"}):
+        assert not validator.is_valid(bad)
+    assert '"description"' in json.dumps(metrics_schema()["$defs"]["IterationMetrics"]["properties"]["grad_norm"])
 
 
 def test_repeated_iterations_count_once(tmp_path: Path) -> None:
@@ -110,13 +111,3 @@ def test_a_line_of_an_older_version_is_read() -> None:
     for name in ("spiky_loss", "large_grads", "timers", "params_norm"):
         del values[name]
     assert line_of(json.dumps(values)) == iteration(3)
-
-
-def test_every_line_has_the_schema() -> None:
-    validator = Draft202012Validator(metrics_schema())
-    note = Note(iteration=3, text="something")
-    for line in (ITERATION, SKIPPED, replace(SKIPPED, lm_loss=float("nan")), EVALUATION, TEST, note, *whole_run()):
-        validator.validate(json.loads(json_text(line)))
-    for bad in ({}, {"event": "party"}, {"iteration": 3}, {"iteration": 3, "validation_lm_loss": "x"}):
-        assert not validator.is_valid(bad)
-    assert '"description"' in json.dumps(metrics_schema()["$defs"]["IterationMetrics"]["properties"]["grad_norm"])

@@ -96,6 +96,13 @@ PIPELINE = {"pipeline_parallel_size": 4, "global_batch_size": 4, "schedule": "1f
         (f"{RANK} --memory-headroom nan", "", "--memory-headroom nan is not a share"),
         (f"{RANK} --memory-headroom some", "", "--memory-headroom some is not a share"),
         (f"{RANK} --token-slices 128,a", "", "--token-slices 128,a is not lengths"),
+        (
+            f"{RANK} --token-slices 128,128 --num-token-slices 4",
+            "",
+            "--num-token-slices 4 contradicts --token-slices, which lists 2",
+        ),
+        (f"{RANK} --schedule 1f1b,optimised", "", "--schedule .* is not ranked.*rank reports its saving"),
+        (f"{RANK} --vocabulary-stages on", "", "--vocabulary-stages .* is not ranked.*rank reports its saving"),
         (PREDICT, '{"zero_stage": 1}\n{"stages": 3}', ".*given line 2: strategy: field 'stages' is not known"),
         (PREDICT, '{"zero_stage": -1}', ".*given line 1: strategy: zero_stage -1 is not a whole number"),
         (PREDICT, "{", ".*given line 1: this line is not JSON"),

@@ -8,7 +8,6 @@ import pytest
 
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.json_documents import (
     AdvicePart,
     FewerDevicesPart,
@@ -37,7 +36,7 @@ from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import LONG_SEQUENCE, SearchProblem
-from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.strategy import Strategy
 from tests.search.answer import answers
 from tests.search.price.machines import gpt
 from tests.search.problems import FAST, SLOW, legal_strategies, node, question, small_cluster, small_problem
@@ -96,13 +95,6 @@ def test_found_order_is_in_notes_and_files(tmp_path: Path) -> None:
     folder = tmp_path / FOUND_ORDER
     assert {str(folder / name) for name in ("strategy.json", "cluster.json", "launch.sh")} <= set(written.files)
     assert Strategy.from_json(json.loads((folder / "strategy.json").read_text())).schedule == OPTIMISED
-
-
-@pytest.mark.parametrize(("name", "text"), [("--schedule", "1f1b,optimised"), ("--vocabulary-stages", "on")])
-def test_values_that_are_not_ranked_are_refused(name: str, text: str) -> None:
-    (dimension,) = [each for each in DIMENSIONS if each.flag == name]
-    with pytest.raises(ConfigError, match=f"{name} .* is not ranked.*rank reports its saving for the winner"):
-        dimension.parse(text)
 
 
 SLOWER = replace(SLOW, name="slower", half_flops=50e12)

@@ -191,11 +191,6 @@ def test_constrained_dimensions_have_no_other_values() -> None:
         assert broken_rule(strategy, problem) is None
 
 
-def test_constraints_that_contradict() -> None:
-    with pytest.raises(ConfigError, match="--num-token-slices 4 contradicts --token-slices, which lists 2"):
-        all_choices(small_problem()).constrained({"token_slices": (256, 256), "num_token_slices": (4,)})
-
-
 def test_what_a_trainer_cannot_run_is_not_searched_and_its_flags_are_refused() -> None:
     choices = all_choices(replace(small_problem(), software=SOFTWARE["megatron-core"]))
     assert choices["num_token_slices"] == (1,)

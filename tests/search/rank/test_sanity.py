@@ -7,7 +7,7 @@ import pytest
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.node_orders import better_order, kind_key, node_orders, placement_of
-from megatron_terapipe.search.rank.search import Ranked, SearchResult, ranked_in_order, search
+from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.rank.space import all_choices
 from tests.search.problems import drawn, mixed_cluster, small_problem
 
@@ -64,21 +64,6 @@ def test_order_of_nodes_in_the_hostfile_does_not_matter(order: tuple[int, ...]) 
             for entry, nodes in ((one, cluster), (other, shuffled))
         ]
         assert kinds[0] == kinds[1]
-
-
-def test_a_dominated_strategy_never_ranks_above() -> None:
-    problem = small_problem()
-    pricing = Pricing(problem.workload, problem.cluster)
-    strategy = next(drawn(problem, 1, seed=1))
-    good = pricing.predict(strategy)
-    slower = replace(good, iteration_time_s=good.iteration_time_s * 1.0001)
-    fuller = replace(good, memory=(replace(good.memory[0], weights=good.peak_memory_bytes * 2),))
-    entries = [Ranked(strategy=strategy, prediction=each) for each in (slower, fuller, good)]
-    infeasible = Ranked(strategy=strategy, prediction=good, reason="does not fit")
-    ranked = ranked_in_order([infeasible, *entries])
-    assert [entry.prediction for entry in ranked] == [good, slower, fuller, good]
-    assert ranked[-1].feasible is False
-    assert ranked == ranked_in_order(reversed([infeasible, *entries]))
 
 
 def test_orders_of_nodes_are_unique() -> None:
