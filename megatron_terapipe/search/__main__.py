@@ -39,19 +39,15 @@ def _run(words: list[str], prog: str) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"command {name!r} is not known: {suggestion(name, COMMANDS)}")
     # Only this one is imported: no command waits for the imports of another.
-    module = _module(name)
-    parser = CommandParser(prog=f"{prog} {name}", description=module.HELP, epilog=module.EXAMPLES)
-    module.add_flags(parser)
-    return int(module.run(parser.parse_args(rest)))
+    parser = CommandParser(prog=f"{prog} {name}")
+    return int(_completed(parser, name).run(parser.parse_args(rest)))
 
 
 def build_parser(prog: str) -> CommandParser:
     """Return the parser of all commands; `prog`: the words before them."""
     parser, parts = _overview(prog)
     for name, part in parts.items():
-        module = _module(name)
-        part.description, part.epilog = module.HELP, module.EXAMPLES
-        module.add_flags(part)
+        _completed(part, name)
     return parser
 
 
@@ -62,9 +58,12 @@ def _overview(prog: str) -> tuple[CommandParser, dict[str, CommandParser]]:
     return parser, {name: commands.add_parser(name, help=part.summary) for name, part in COMMANDS.items()}
 
 
-def _module(name: str) -> ModuleType:
-    """Return the module of a command, which has HELP, EXAMPLES, `add_flags(parser)` and `run(options)`."""
-    return import_module(COMMANDS[name].module)
+def _completed(parser: CommandParser, name: str) -> ModuleType:
+    """Complete a command's parser by its module, which has HELP, EXAMPLES, `add_flags(parser)` and `run(options)`."""
+    module = import_module(COMMANDS[name].module)
+    parser.description, parser.epilog = module.HELP, f"{module.EXAMPLES.rstrip()}\n\nRead on: docs/how-to/search.md."
+    module.add_flags(parser)
+    return module
 
 
 if __name__ == "__main__":

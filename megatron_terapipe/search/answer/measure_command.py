@@ -28,9 +28,7 @@ HELP = (
 EXAMPLES = """\
 examples:
   %(prog)s model.json --budget-s 60
-  %(prog)s llama2-7b --hostfile hostfile --tensor-parallel-size 1,2,4 --json profile.json
-
-Read on: docs/how-to/search.md."""
+  %(prog)s llama2-7b --hostfile hostfile --tensor-parallel-size 1,2,4 --json profile.json"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -26,9 +26,7 @@ HELP = "Predict time and memory of the strategies in a file. For strategies that
 EXAMPLES = """\
 examples:
   %(prog)s gpt3-13b examples/clusters/a100-64.json --strategies plan/strategy.json --global-batch-size 64
-  %(prog)s gpt3-13b examples/clusters/a100-64.json --strategies strategies.jsonl --global-batch-size 64 --json -
-
-Read on: docs/how-to/search.md."""
+  %(prog)s gpt3-13b examples/clusters/a100-64.json --strategies strategies.jsonl --global-batch-size 64 --json -"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -47,8 +47,7 @@ examples:
   %(prog)s gpt3-13b examples/clusters/a100-64.json --global-batch-size 64
   %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --output plan
   %(prog)s model.json hostfile --device H100 --global-batch-size 64 --schedule 1f1b --num-token-slices 1,4,8 --explain
-
-Read on: docs/how-to/search.md."""
+"""
 
 LEAST_TOP = 10
 """Strategies that are searched for however few are listed, so that a short list has the same winner and advice."""

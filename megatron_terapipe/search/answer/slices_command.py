@@ -36,9 +36,7 @@ HELP = (
 EXAMPLES = """\
 examples:
   %(prog)s llama2-7b hostfile --device A100-80GB --strategy plan/strategy.json
-  %(prog)s llama2-7b hostfile --device A100-80GB --strategy plan/strategy.json --count 4,8,16 --granularity 128
-
-Read on: docs/how-to/search.md."""
+  %(prog)s llama2-7b hostfile --device A100-80GB --strategy plan/strategy.json --count 4,8,16 --granularity 128"""
 
 SHOWN = 8  # lengths of a cut that the table shows; longer cuts end in dots
 

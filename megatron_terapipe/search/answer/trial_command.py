@@ -61,9 +61,7 @@ HELP = (
 EXAMPLES = """\
 examples:
   %(prog)s model.json cluster.json --global-batch-size 8 --top 3
-  %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --rounds 3 --trials trials.jsonl
-
-Read on: docs/how-to/search.md."""
+  %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --rounds 3 --trials trials.jsonl"""
 
 
 WARM_UP_ITERATIONS = 3

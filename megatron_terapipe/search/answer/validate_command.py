@@ -25,9 +25,7 @@ EXAMPLES = """\
 examples:
   %(prog)s --trials trials.jsonl
   %(prog)s --trials trials.jsonl --folds 4 --show-groups
-  %(prog)s --trials published.jsonl --trainers benchmarks/published/trainers.yaml
-
-Read on: docs/how-to/search.md."""
+  %(prog)s --trials published.jsonl --trainers benchmarks/published/trainers.yaml"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
