@@ -84,7 +84,7 @@ def test_few_of_a_full_product_are_enough() -> None:
 
 def test_a_lane_has_the_files_that_start_ranks() -> None:
     assert starts_ranks("tests/model/test_on_ranks.py")
-    assert not starts_ranks("tests/model/test_norm.py")
+    assert not starts_ranks("tests/model/test_rotary.py")
     files = ("tests/model/test_on_ranks.py", "tests/runtime/test_shapes.py", "tests/training/test_step.py")
     assert [len({lane(file, workers) for file in files}) for workers in (2, 3, 8)] == [1, 2, 3]
 

@@ -11,7 +11,7 @@ from tests.huggingface.tiny import tiny_model
 PROMPT = "9 4 55 20"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "glm4_moe", "granitemoeshared", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma2", "glm4_moe", "qwen3_next"])
 def test_the_likeliest_tokens_are_those_of_transformers(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

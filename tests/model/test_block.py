@@ -6,7 +6,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.pointwise import Pointwise
@@ -19,9 +19,10 @@ from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import DropoutSite, TransformerBlock
 from megatron_terapipe.model.mlp import Activation
+from megatron_terapipe.model.norm import LayerNorm, RMSNorm
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model import plain
-from tests.model.configs import MODELS, SEQ, llama_config
+from tests.model.configs import MODELS, SEQ, llama_config, model_config
 from tests.model.plain import hidden_state, in_token_slices, random_weights
 from tests.runtime.attention.masks import attention_keep_mask, keep_mask
 
@@ -217,3 +218,32 @@ def test_recomputation_changes_no_bit(name: str) -> None:
         for kept, recomputed in zip(*results, strict=True):
             assert model.shared_block_norm or torch.equal(kept, recomputed)
             torch.testing.assert_close(kept, recomputed, rtol=1e-6, atol=1e-6 * kept.abs().max().item())
+
+
+def test_in_bf16_a_weight_less_1_keeps_digits_that_1_would_swallow() -> None:
+    model = model_config(hidden_size=12, apply_layernorm_1p=True, layernorm_epsilon=1e-12)
+    norm = RMSNorm(model, TensorParallelRanks()).to(torch.bfloat16)
+    norm.weight.data.fill_(2**-10)
+    hidden = torch.full((1, 1, 12), 255.0, dtype=torch.bfloat16)
+    hidden[..., ::2] *= -1
+    assert torch.equal(norm(hidden), hidden / 255)  # 1 + 2^-10 is rounded once, at the end
+    norm.weight.data.fill_(2**-7 - 2**-12)
+    assert torch.all(norm(hidden).abs() == 1 + 2**-7)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_in_bf16_the_mean_of_a_norm_is_taken_in_fp32(kind: type[nn.Module]) -> None:
+    """Each result is off by the roundings of its few last steps, however wide the hidden state."""
+    model, hidden = model_config(hidden_size=4096), hidden_state(4096, 1).bfloat16()
+    norm = kind(model, TensorParallelRanks()).to(torch.bfloat16)
+    found, exact = norm(hidden), kind(model, TensorParallelRanks()).double()(hidden.double())
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-9)
+    found.sum().backward()
+    assert norm.weight.grad.dtype is torch.bfloat16
+
+
+def test_rmsnorm_of_fp16_squares_in_fp32() -> None:
+    norm = random_weights(RMSNorm(model_config(), TensorParallelRanks())).half()
+    hidden = torch.full((1, 1, 32), 1000.0, dtype=torch.float16)  # its square is no fp16
+    torch.testing.assert_close(norm(hidden)[0, 0], norm.weight, rtol=2**-10, atol=0)

@@ -126,15 +126,3 @@ def test_of_a_large_table_a_token_slice_launches_a_few_kernels_for_all_frequenci
         table.between(1 << 19, (1 << 19) + 2048, like)
     # Positions and angles; of cosines and of sines the function, the factor and the copy. It was 449.
     assert counter.found.total() == 8, counter.found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("position", [3, 100_003, 1_000_003])
-def test_far_positions_are_as_exact_as_near_ones(position: int, dtype: torch.dtype) -> None:
-    one = torch.zeros(1, 1, 1, 3, 64, dtype=dtype)
-    one[..., :32] = 1
-    _, found, _ = rotate(one, position, 64, 10000.0)
-    assert found.dtype is dtype
-    angles = [position * 10000.0 ** (-channel / 32) for channel in range(32)]
-    expected = torch.tensor([*map(cos, angles), *map(sin, angles)], dtype=torch.float64)
-    torch.testing.assert_close(found[0, 0, 0].double(), expected, rtol=0, atol=torch.finfo(dtype).eps)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.neox.__main__ import main
-from megatron_terapipe.neox.convert import read_settings
 
 pytest.importorskip("yaml")
 
@@ -44,13 +43,6 @@ def failing(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
-
-
-def test_files_are_read_together(files: list[str]) -> None:
-    settings = read_settings(files)
-    assert settings["num_layers"] == 4
-    assert settings["gpt_j_residual"] is False
-    assert settings["data_path"] == "my corpus"
 
 
 def test_the_command_runs_in_a_shell(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
