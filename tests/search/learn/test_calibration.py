@@ -185,11 +185,10 @@ def calibration() -> Calibration:
     return calibrate(measured(STRATEGIES[:4], noise=0.05))
 
 
-def written(tmp_path: Path, *calibrations: Calibration, **changes: Any) -> str:
-    path = tmp_path / "c.json"
-    write_calibrations(str(path), calibrations)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return str(path)
+def written(tmp_path: Path, *calibrations: Calibration) -> str:
+    path = str(tmp_path / "c.json")
+    write_calibrations(path, calibrations)
+    return path
 
 
 def test_calibration_files_round_trip(tmp_path: Path, calibration: Calibration) -> None:
@@ -202,29 +201,26 @@ def test_calibration_files_round_trip(tmp_path: Path, calibration: Calibration) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("intervals", "changes", "said"),
     [
-        ({"format": "other"}, "format"),
-        ({"version": 9}, "version 9 is not 2"),
-        ({"calibrations": []}, "calibrations [] is an empty list"),
-        ({"calibrations": [{"source": "s"}]}, "calibrations[0].device is missing"),
+        ({}, {"format": "other"}, "format"),
+        ({}, {"version": 9}, "version 9 is not 2"),
+        ({}, {"calibrations": []}, "calibrations [] is an empty list"),
+        ({}, {"calibrations": [{"source": "s"}]}, "calibrations[0].device is missing"),
+        ({"covariance": [[1]]}, {}, "has a covariance that is not a table of"),
+        ({"parameter_names": ["warp"]}, {}, 'parameter_names[0] "warp" is not known'),
     ],
 )
-def test_errors(tmp_path: Path, calibration: Calibration, changes: dict[str, Any], said: str) -> None:
-    path = written(tmp_path, calibration, **changes)
-    with pytest.raises(ConfigError) as error:
-        read_calibrations(path)
-    assert path in str(error.value) and said in str(error.value)
-
-
-def test_wrong_constants(tmp_path: Path, calibration: Calibration) -> None:
+def test_errors(
+    tmp_path: Path, calibration: Calibration, intervals: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
     path = Path(written(tmp_path, calibration))
-    for part, value, said in (("covariance", [[1]], "table"), ("parameter_names", ["warp"], "constants")):
-        document = json.loads(path.read_text())
-        document["calibrations"][0]["intervals"][part] = value
-        (tmp_path / "wrong.json").write_text(json.dumps(document))
-        with pytest.raises(ConfigError, match=said):
-            read_calibrations(str(tmp_path / "wrong.json"))
+    document = json.loads(path.read_text())
+    document["calibrations"][0]["intervals"].update(intervals)
+    path.write_text(json.dumps(document | changes))
+    with pytest.raises(ConfigError) as error:
+        read_calibrations(str(path))
+    assert str(path) in str(error.value) and said in str(error.value)
 
 
 def a_width(calibration: Calibration, strategy: Strategy) -> float:

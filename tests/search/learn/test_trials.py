@@ -58,11 +58,6 @@ def test_a_line(tmp_path: Path) -> None:
     assert (trial.strategy.recompute, trial.strategy.zero_stage) == ("none", 0)
 
 
-def test_trials_of_fsdp_that_were_written_with_zero_1_have_zero_3(tmp_path: Path) -> None:
-    (trial,) = read(tmp_path, changed("strategy", zero_stage=1) | {"software": "fsdp"})
-    assert trial.strategy.zero_stage == 3
-
-
 def test_the_cluster_of_a_published_trial(tmp_path: Path) -> None:
     fields = {"device": "A100-SXM4", "devices_per_node": 8, "intra_node_GBps": 250, "inter_node_Gbps": 800}
     (trial,) = read(tmp_path, changed(cluster=fields | {"num_devices": 20}))
@@ -80,19 +75,37 @@ def test_models_and_clusters_are_shared(tmp_path: Path) -> None:
     assert first.workload is not third.workload
 
 
-@pytest.mark.parametrize("time", [None, float("inf")])
-def test_failed_and_cut_off(tmp_path: Path, time: float | None) -> None:
-    (trial,) = read(tmp_path, changed(measured={"iteration_time_s": time, "out_of_memory": True, "longer_than_s": 9}))
-    assert trial.iteration_time_s is None and trial.out_of_memory is True and trial.longer_than_s == 9
+FAILED = {"out_of_memory": True, "longer_than_s": 9}
+CHUNKED = {"pipeline_parallel_size": 8, "schedule": "1F1B-I", "num_micro_batches": 16}
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "limit"),
-    [("ZB-1p", "zero-bubble", 1.0), ("ZB-2p", "zero-bubble", 2.0), ("1F1B", "1f1b", None), ("gpipe", "gpipe", None)],
+    ("document", "found"),
+    [
+        *(
+            (changed(measured={**FAILED, "iteration_time_s": time}), {**FAILED, "iteration_time_s": None})
+            for time in (None, float("inf"))
+        ),
+        # Names of papers.
+        *(
+            (changed("strategy", schedule=name), {"schedule": schedule, "activation_limit": limit})
+            for name, schedule, limit in (
+                *(("ZB-1p", "zero-bubble", 1.0), ("ZB-2p", "zero-bubble", 2.0)),
+                *(("1F1B", "1f1b", None), ("gpipe", "gpipe", None)),
+            )
+        ),
+        # A layer a model chunk, the ends counted.
+        (
+            changed(model={**LINE["model"], "num_layers": 22}, strategy=CHUNKED),
+            {"num_model_chunks": 3, "global_batch_size": 16},
+        ),
+        # Trials of FSDP were written with ZeRO 1 once.
+        (changed("strategy", zero_stage=1) | {"software": "fsdp"}, {"zero_stage": 3}),
+    ],
 )
-def test_published_names_of_schedules(tmp_path: Path, name: str, schedule: str, limit: float | None) -> None:
-    (trial,) = read(tmp_path, changed("strategy", schedule=name))
-    assert (trial.strategy.schedule, trial.activation_limit) == (schedule, limit)
+def test_fields_of_a_trial_or_its_strategy(tmp_path: Path, document: Any, found: dict[str, Any]) -> None:
+    (trial,) = read(tmp_path, document)
+    assert {name: getattr(trial if hasattr(trial, name) else trial.strategy, name) for name in found} == found
 
 
 def test_stages_that_count_the_ends(tmp_path: Path) -> None:
@@ -105,13 +118,6 @@ def test_stages_that_count_the_ends(tmp_path: Path) -> None:
     (trial,) = read(tmp_path, changed(strategy=given))
     stages = trial.workload.stages(trial.workload.partition(trial.strategy.stage_partition, 2))
     assert [len(stage) for stage in stages] == [3, 8]
-
-
-def test_interleaving_with_a_layer_a_model_chunk(tmp_path: Path) -> None:
-    model = {**LINE["model"], "num_layers": 22}
-    strategy = {"pipeline_parallel_size": 8, "schedule": "1F1B-I", "num_micro_batches": 16}
-    (trial,) = read(tmp_path, changed(model=model, strategy=strategy))
-    assert (trial.strategy.num_model_chunks, trial.strategy.global_batch_size) == (3, 16)
 
 
 TOKENS, HIDDEN, LAYERS = 512, 256, 8

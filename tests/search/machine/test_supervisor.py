@@ -1,7 +1,8 @@
-"""A launch ends with its calling process, whatever its processes do."""
+"""A launch ends with its calling process, whatever its processes do; its ports are free, and each another one."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.runtime.cuda_environment import VARIABLES
-from megatron_terapipe.search.machine import supervisor
-from megatron_terapipe.search.machine.launcher import supervised
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine import launcher, supervisor
+from megatron_terapipe.search.machine.launcher import LISTENING_PORTS, free_port, free_ports, supervised
 from tests.end_to_end.launching import environment
 
 PERSISTENT = """
@@ -126,3 +128,19 @@ def test_deepspeed_passes_the_mark_on_and_no_variable_of_cuda() -> None:
     runner = pytest.importorskip("deepspeed.launcher.runner")
     assert supervisor.VARIABLE.startswith(tuple(runner.EXPORT_ENVS))
     assert not any(each.name.startswith(tuple(runner.EXPORT_ENVS)) for each in VARIABLES)
+
+
+def test_of_many_ports_none_is_given_twice_and_each_is_free() -> None:
+    found = free_ports(100)
+    assert len(set(found)) == 100
+    assert set(found) <= set(LISTENING_PORTS)
+    with socket.create_server(("", free_port())):
+        pass
+
+
+def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", free_port())) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(launcher, "LISTENING_PORTS", [port] * (os.getpid() % launcher._STRIPES + 1))
+        with pytest.raises(ConfigError, match=r"0 of 1 ports tried in .* are free, and 1 are needed: end some of"):
+            free_port()

@@ -243,20 +243,23 @@ def step(precision: str, zero_stage: int, software: Software = TERAPIPE, shared:
 
 
 @pytest.mark.parametrize(
-    ("precision", "zero_stage", "reduced_bytes", "reduces_to_all", "gathered_bytes"),
+    ("software", "precision", "zero_stage", "reduced_bytes", "reduces_to_all", "gathered_bytes"),
     [
-        ("bf16", 0, 2, True, 2),
-        ("bf16", 1, 4, True, 2),
-        ("fp16", 1, 2, False, 2),
-        ("fp16", 0, 2, True, 0),
-        ("fp32", 1, 4, False, 4),
-        ("fp32", 0, 4, True, 0),
+        # As DeepSpeed sends them.
+        (TERAPIPE, "bf16", 0, 2, True, 2),
+        (TERAPIPE, "bf16", 1, 4, True, 2),
+        (TERAPIPE, "fp16", 1, 2, False, 2),
+        (TERAPIPE, "fp16", 0, 2, True, 0),
+        (TERAPIPE, "fp32", 1, 4, False, 4),
+        (TERAPIPE, "fp32", 0, 4, True, 0),
+        *((MEGATRON_LM, precision, 0, 2, True, 0) for precision in ("bf16", "fp16")),
+        *((MEGATRON_LM, precision, 1, 2, False, 2) for precision in ("bf16", "fp16")),
     ],
 )
-def test_gradients_travel_as_deepspeed_sends_them(
-    precision: str, zero_stage: int, reduced_bytes: int, reduces_to_all: bool, gathered_bytes: int
+def test_bytes_of_gradients_and_stepped_weights(
+    software: Software, precision: str, zero_stage: int, reduced_bytes: int, reduces_to_all: bool, gathered_bytes: int
 ) -> None:
-    found = step(precision, zero_stage)
+    found = step(precision, zero_stage, software)
     assert found.gradient_reduction == pytest.approx(reduced_bytes * (1 + reduces_to_all) * GATHERED_S)
     assert found.weight_gather == pytest.approx(gathered_bytes * GATHERED_S)
 
@@ -277,13 +280,6 @@ def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
 
     part = stepped("fp32", 1)
     assert (stepped("bf16", 0), stepped("bf16", 1), stepped("fp32", 0)) == pytest.approx((part, part, 4 * part))
-
-
-def test_bytes_of_reductions_of_other_trainers() -> None:
-    for precision in ("bf16", "fp16"):
-        assert step(precision, 0, MEGATRON_LM).gradient_reduction == pytest.approx(2 * 2 * GATHERED_S)
-        found = step(precision, 1, MEGATRON_LM)
-        assert (found.gradient_reduction, found.weight_gather) == pytest.approx((2 * GATHERED_S, 2 * GATHERED_S))
 
 
 def test_a_shared_weight_is_reduced_between_the_ends() -> None:
@@ -313,23 +309,28 @@ def test_exposed_reductions_are_those_of_the_simulated_plan(
     assert disturbed - shown == pytest.approx((reduction - after) / 4)
 
 
-def shown(communication: Communication, gather: float, reduction: float = 0.0, zero_stage: int = 1) -> float:
-    """Exposed seconds of two micro-batches of a forward of 2 s and a backward of 4 s, in four layers."""
+GATHERS = Communication(overlaps_weight_gather=True)
+
+
+@pytest.mark.parametrize(
+    ("communication", "gather", "reduction", "zero_stage", "shown"),
+    [
+        (Communication(), 1.0, 0.0, 1, 1.0),
+        # Only the first layer of a gather that fits under the forward is exposed.
+        (GATHERS, 1.0, 0.0, 1, 0.25),
+        (GATHERS, 4.0, 0.0, 1, 1.0 + (3.0 - 2.0)),
+        # Sharded weights are gathered twice in each micro-batch: all of it fits under the ops, but for the first
+        # layer's gather and the last one's reduction.
+        (Communication(), 1.0, 1.0, 3, 2 / 4),
+        # Of each forward 1 s more, of each backward 2 s more.
+        (Communication(), 3.0, 3.0, 3, 2 * (1 + 2) + 6 / 4),
+    ],
+)
+def test_exposed_seconds_of_two_micro_batches(
+    communication: Communication, gather: float, reduction: float, zero_stage: int, shown: float
+) -> None:
+    """Of a forward of 2 s and a backward of 4 s, in four layers."""
     step = StepCosts(reduction, 0.0, 0.0, weight_gather=gather)
     ops = CoveringOps(completing=4.0, forward=2.0, backward=4.0, layers=4, num_micro_batches=2)
     free = replace(FREE, overlap_exposed=0.0)
-    return float(exposed_reduction_s(step, ops, communication, free, zero_stage=zero_stage))
-
-
-def test_only_the_first_layer_of_a_gather_is_exposed() -> None:
-    assert shown(Communication(), gather=1.0) == 1.0
-    gathers = Communication(overlaps_weight_gather=True)
-    assert shown(gathers, gather=1.0) == 0.25
-    assert shown(gathers, gather=4.0) == 1.0 + (3.0 - 2.0)
-
-
-def test_sharded_weights_are_gathered_twice_in_each_micro_batch() -> None:
-    # All of it fits under the ops, but for the first layer's gather and the last one's reduction.
-    assert shown(Communication(), gather=1.0, reduction=1.0, zero_stage=3) == pytest.approx(2 / 4)
-    # Of each forward 1 s more, of each backward 2 s more.
-    assert shown(Communication(), gather=3.0, reduction=3.0, zero_stage=3) == pytest.approx(2 * (1 + 2) + 6 / 4)
+    assert exposed_reduction_s(step, ops, communication, free, zero_stage=zero_stage) == pytest.approx(shown)

@@ -16,7 +16,7 @@ from megatron_terapipe.search.price.batch import StrategyBatch, StrategyBatches,
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.price.stages import reductions
+from megatron_terapipe.search.price.stages import LayerCounter, reductions
 from megatron_terapipe.search.price.workload import Workload, gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.price.machines import A100, GPT, NODE, nodes, strategy
@@ -198,3 +198,52 @@ def test_attention_and_mlp_side_by_side_are_summed_once_where_the_trainer_does_s
     for model in (small_model(), small_model(parallel_residual=True, hidden_dropout=0.1)):
         assert reductions(gpt_workload(model).layers[1], sums_at_once=True) == (2, 2)
     assert TERAPIPE.communication.sums_at_once and not MEGATRON_LM.communication.sums_at_once
+
+
+EMBEDDING = GPT.layers[0].shared_parameters
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "tensor", "total", "shared"),
+    [
+        *((model_chunks, 1, 1, GPT.parameters, [0]) for model_chunks in (1, 2)),
+        (8, 4, 1, GPT.parameters + EMBEDDING, [EMBEDDING, 0, 0, EMBEDDING]),
+        (2, 2, 4, pytest.approx((GPT.parameters + EMBEDDING) / 4, rel=0.01), [EMBEDDING / 4] * 2),
+    ],
+)
+def test_a_tied_embedding_is_there_once_on_a_rank_and_known_to_be_shared_by_two(
+    stages: int, ranks: int, tensor: int, total: object, shared: list[float]
+) -> None:
+    counts = LayerCounter(GPT).count(GPT.partition("uniform", stages), ranks, tensor)
+    assert counts.parameters.sum() == total and counts.shared_parameters.tolist() == shared
+
+
+def test_layers_are_counted_by_kind() -> None:
+    counter = LayerCounter(GPT)
+    counts = counter.count(GPT.partition("uniform", 8), 4, 1)
+    assert counts.per_stage.sum() == counts.per_rank.sum() == len(GPT.layers)
+    for stage, layers in enumerate(GPT.stages(GPT.partition("uniform", 8))):
+        kinds = [GPT.layers[index] for index in layers]
+        expected = [sum(each is kind for each in kinds) for kind in counter.kinds]
+        assert counts.per_stage[stage].tolist() == expected
+        if stage < 7:
+            assert counts.last_layers[stage] == layers[-1]
+
+
+def test_vocabulary_stages_have_equal_parts_of_the_head() -> None:
+    untied = tuple(replace(layer, shared_weight=None, shared_parameters=0) for layer in GPT.layers)
+    workload = replace(GPT, layers=untied)
+    counter, partition = LayerCounter(workload), workload.partition("uniform", 2)
+    whole, cut = (counter.count(partition, 2, 1, vocabulary_stages=stages) for stages in (False, True))
+    head = [layer.kind for layer in counter.kinds].index("head")
+    assert cut.per_stage[:, head].tolist() == [0, 0, 0.5, 0.5]
+    assert cut.per_stage.sum(axis=0).tolist() == whole.per_stage.sum(axis=0).tolist()
+    half = untied[-1].parameters / 2
+    assert (cut.parameters - whole.parameters).tolist() == [half, -half]
+    # After the last transformer layer every stage receives the output of the final norm.
+    assert cut.last_layers.tolist()[1:] == [len(untied) - 2] * 2
+
+
+def test_a_tied_head_cannot_be_cut() -> None:
+    with pytest.raises(ConfigError, match="leave vocabulary_stages false"):
+        LayerCounter(GPT).count(GPT.partition("uniform", 2), 2, 1, vocabulary_stages=True)

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster, Link
 from megatron_terapipe.search.price.efficiency import (
     BYTES,
-    NUM_REDUCTION_FACTORS,
     RANKS,
     HardwareEfficiency,
     reduction_factor,
@@ -26,6 +26,7 @@ from megatron_terapipe.search.price.links import (
     RankGroups,
     all_gather_s,
     all_reduce_s,
+    all_to_all_s,
     reduce_scatter_s,
     transfer_s,
 )
@@ -78,16 +79,17 @@ def test_the_order_of_equal_nodes_is_irrelevant_and_a_placement_counts() -> None
     assert usual.tensor.num_nodes.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("placement", [(0,) * 16, (*range(15), 99), tuple(range(15))])
-def test_a_placement_names_every_rank_once(placement: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("count", "placement", "line"),
+    [
+        *((2, each, "does not name 16 different devices") for each in ((0,) * 16, (*range(15), 99), tuple(range(15)))),
+        (1, None, "is 16, and the cluster has 8 devices"),
+    ],
+)
+def test_refused_layouts(count: int, placement: tuple[int, ...] | None, line: str) -> None:
     layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=8)
-    with pytest.raises(ConfigError, match="placement does not name 16 different devices"):
-        RankGroups(ClusterTable.of(nodes(2)), layout, placement)
-
-
-def test_a_cluster_that_is_too_small() -> None:
-    with pytest.raises(ConfigError, match=r"is 16, and the cluster has 8 devices"):
-        groups(1, dp=2, tp=8, pp=1)
+    with pytest.raises(ConfigError, match=line):
+        RankGroups(ClusterTable.of(nodes(count)), layout, placement)
 
 
 @st.composite
@@ -220,7 +222,7 @@ INSIDE = GroupTopology(8, 1, 300e9, 0.0, 1.0, 0.0)
 
 
 ALONE, THREE_NODES = INSIDE._replace(size=1), GroupTopology(24, 3, 300e9, 0.0, 100e9, 0.0)
-PAIR = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0)
+PAIR, FOUR_A_NODE = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0), GroupTopology(8, 2, 300e9, 0.0, 100e9, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +248,14 @@ PAIR = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0)
         (all_reduce_s, 0.0, GroupTopology(16, 2, 300e9, 1e-6, 100e9, 10e-6), 2 * (7e-6 + 10e-6)),
         (all_reduce_s, 0.0, GroupTopology(64, 8, 300e9, 1e-6, 100e9, 10e-6), 2 * (7e-6 + 3 * 10e-6)),
         (all_gather_s, 0.0, GroupTopology(64, 8, 300e9, 1e-6, 100e9, 10e-6), 56e-6 + 7 * 10e-6),
+        # A rank sends a part to each other one.
+        (all_to_all_s, 3e9, INSIDE, 7 / 8 * 3e9 / 300e9),
+        (all_to_all_s, 3e9, ALONE, 0),
+        # Over two nodes of four it sends 3 parts of 8 inside, and 4 over the cards, which carry those of four ranks.
+        (all_to_all_s, 8e9, FOUR_A_NODE, 4 * 4e9 / 100e9),
+        (all_to_all_s, 8e9, FOUR_A_NODE._replace(inside_bandwidth=10e9), 3e9 / 10e9),
+        # All messages are posted at once.
+        (all_to_all_s, 0.0, FOUR_A_NODE._replace(inside_latency_s=1e-6, network_latency_s=1e-3), 1e-3),
     ],
 )
 def test_seconds_of_collectives(
@@ -283,22 +293,21 @@ def learned(ranks: int, num_bytes: int, factor: float) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def test_before_any_trial_every_factor_is_one() -> None:
-    assert len(NOTHING) == NUM_REDUCTION_FACTORS
-    assert reduction_factor(NOTHING, 5e6, 3) == 1.0
-
-
-def test_a_factor_holds_where_it_was_learned_and_fades_to_the_next() -> None:
-    factors = learned(4, 2**22, 2.0)
-    assert reduction_factor(factors, 2**22, 4) == pytest.approx(2.0)
-    assert reduction_factor(factors, 2**23, 4) == pytest.approx(1.0)
-    assert reduction_factor(factors, 2**22, np.array([2, 8])) == pytest.approx(1.0)
-    # Half way between in the logarithm of bytes, and of ranks.
-    assert reduction_factor(factors, 2**22.5, 4) == pytest.approx(2**0.5)
-    assert reduction_factor(factors, 2**22, 2**1.5) == pytest.approx(2**0.5)
-
-
-def test_beyond_the_outermost_it_stays_the_same() -> None:
-    factors = learned(8, BYTES[-1], 1.5)
-    assert reduction_factor(factors, np.array([BYTES[-1], 1e10]), 64) == pytest.approx(1.5)
-    assert reduction_factor(learned(2, BYTES[0], 0.5), 0.0, 2) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("factors", "num_bytes", "num_ranks", "expected"),
+    [
+        # Before any trial.
+        (NOTHING, 5e6, 3, 1.0),
+        # It holds where it was learned, and fades to the next; half way in the logarithm of bytes, and of ranks.
+        (learned(4, 2**22, 2.0), 2**22, 4, 2.0),
+        (learned(4, 2**22, 2.0), 2**23, 4, 1.0),
+        (learned(4, 2**22, 2.0), 2**22, np.array([2, 8]), 1.0),
+        (learned(4, 2**22, 2.0), 2**22.5, 4, 2**0.5),
+        (learned(4, 2**22, 2.0), 2**22, 2**1.5, 2**0.5),
+        # Beyond the outermost it stays the same.
+        (learned(8, BYTES[-1], 1.5), np.array([BYTES[-1], 1e10]), 64, 1.5),
+        (learned(2, BYTES[0], 0.5), 0.0, 2, 0.5),
+    ],
+)
+def test_factors_of_reductions(factors: tuple[float, ...], num_bytes: Any, num_ranks: Any, expected: float) -> None:
+    assert reduction_factor(factors, num_bytes, num_ranks) == pytest.approx(expected)

@@ -165,15 +165,6 @@ def test_a_note_names_sizes_measured_once() -> None:
     ]
 
 
-def test_a_network_that_is_another_keeps_its_own_latency() -> None:
-    measured, sheet = on_hosts(1)
-    *alike, other = sheet.nodes
-    other = replace(other, network=Link(bandwidth=1e9, latency_s=7e-6))
-    found = measured_cluster(measured, Cluster(nodes=(*alike, other)))
-    assert found.nodes[-1] == other
-    assert found.nodes[0].network.latency_s == pytest.approx(NETWORK_LATENCY_S, rel=1e-6)
-
-
 def test_an_all_reduce_of_two_full_nodes_is_then_priced_as_measured() -> None:
     points = tuple((size, 1e-3 + size * 4 * NETWORK_BYTE_S) for size in SIZES)
     link = ProfiledLink(where="network", what="all_reduce", num_ranks=8, points=points, ranks_per_node=4)

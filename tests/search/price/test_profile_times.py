@@ -1,15 +1,20 @@
-"""Measured profiles as op times: through the points, monotonic between them, by the fit beyond them."""
+"""Measured profiles as op times: through the points, monotonic between them, by the fit beyond; and their files."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
+from megatron_terapipe.search.price.profile import profile_to_json, read_profile, write_profile
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, Point, Surface
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
 from tests.search.price.machines import gpt
@@ -165,3 +170,56 @@ def test_layers_with_and_without_a_window_are_measured_apart() -> None:
     other = gpt_workload(replace(MODEL, sliding_window=20)).layers[1]
     with pytest.raises(ConfigError, match=r"4 heads in a window of 20, MLP of 256; it has .* in a window of 10"):
         times(measured, other)
+
+
+def test_write_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "P.json"
+    write_profile(profile(), str(path))
+    read = read_profile(str(path))
+    assert profile_to_json(read) == profile_to_json(profile())
+    assert read.source == str(path)
+    # A point a line, so that people can look at it.
+    assert "\n    [1, 0, 8, " in path.read_text()
+
+
+def faulty(change: str, value: Any) -> dict[str, Any]:
+    document = json.loads(json.dumps(profile_to_json(profile())))
+    *way, last = change.split(".")
+    place: Any = document
+    for step in way:
+        place = place[int(step)] if step.isdigit() else place[step]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "line"),
+    [
+        (
+            "format",
+            "other",
+            'format "other" is not terapipe-profile-1: give a file that `terapipe search measure` wrote',
+        ),
+        ("colour", "red", 'colour "red" is not a known field: '),
+        ("layers.0.points", [[1, 0, 8, 1e-3]], "layers[0].points[0] [1, 0, 8, 0.001] is not [micro"),
+        ("layers.0.points", [[1, 8, 8, 1, 1, 1]], "layers[0].points[0] [1, 8, 8, 1, 1, 1] has an empty token slice"),
+        ("links.0.points", [[8, -1.0]], "links[0].points[0] [8, -1.0] is not [bytes, seconds], none"),
+        ("engine.op_s", -1, "engine.op_s -1 is not a number from 0: give one"),
+    ],
+)
+def test_refused_profiles(change: str, value: Any, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "P.json"
+    path.write_text(json.dumps(faulty(change, value)))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(str(path))
+    assert str(caught.value).startswith(f"{path}: {line}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--json \S+/file/P.json cannot be written \(.+\): name"):
+        write_profile(profile(), str(tmp_path / "file/P.json"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
-from megatron_terapipe.search.price.links import GroupTopology, all_to_all_s
+from megatron_terapipe.search.price.links import GroupTopology
 from megatron_terapipe.search.price.memory import MemoryModel
 from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, head_exchange_s
 from megatron_terapipe.search.price.workload import gpt_workload
@@ -35,22 +35,6 @@ def query(sequence: int, tensor: int = 1, recompute: str = "none") -> LayerQuery
         end=float(TOKENS),
         recompute=recompute,
     )
-
-
-def test_an_all_to_all_keeps_its_own_part_at_home() -> None:
-    assert all_to_all_s(3e9, INSIDE, PERFECT) == pytest.approx(7 / 8 * 3e9 / 300e9)
-    assert all_to_all_s(3e9, INSIDE._replace(size=1), HardwareEfficiency()) == 0
-
-
-def test_an_all_to_all_over_nodes_shares_their_cards() -> None:
-    # Two nodes of four: each rank sends 3 parts of 8 inside, 4 over the network, whose cards carry those of four ranks.
-    across = GroupTopology(8, 2, 300e9, 0.0, 100e9, 0.0)
-    assert all_to_all_s(8e9, across, PERFECT) == pytest.approx(4 * 4e9 / 100e9)
-    slow_inside = across._replace(inside_bandwidth=10e9)
-    assert all_to_all_s(8e9, slow_inside, PERFECT) == pytest.approx(3e9 / 10e9)
-    # All messages are posted at once.
-    late = across._replace(inside_latency_s=1e-6, network_latency_s=1e-3)
-    assert all_to_all_s(0.0, late, PERFECT) == pytest.approx(1e-3)
 
 
 def test_the_bytes_of_head_exchanges() -> None:

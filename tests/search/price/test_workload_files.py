@@ -41,19 +41,22 @@ def test_presets_are_as_large_as_published(name: str) -> None:
     assert workload.config is not None
 
 
-def test_a_gpt_by_its_fields() -> None:
-    workload = parse_workload(GPT | {"name": "mine"}, "m.json")
-    assert workload.name == "mine"
-    assert workload.num_dealt_layers == 4
-    assert workload.config is not None
-    assert workload.config.vocab_size == 100
-
-
-def test_a_preset_with_changes_of_file_and_flags() -> None:
-    workload = parse_workload({"preset": "gpt2", "seq_length": 512}, "m.json", {"num_layers": 3})
-    assert workload.config is not None
-    assert (workload.config.num_layers, workload.config.seq_length, workload.config.hidden_size) == (3, 512, 768)
-    assert workload.name == "3x768"
+@pytest.mark.parametrize(
+    ("document", "changes", "name", "sizes"),
+    [
+        (GPT | {"name": "mine"}, {}, "mine", (4, 32, 64, 100)),
+        ({"preset": "gpt2", "seq_length": 512}, {"num_layers": 3}, "3x768", (3, 512, 768, 50257)),
+        # Longer sequences make no other model of a preset.
+        ({"preset": "llama2-70b"}, {"seq_length": 32768}, "llama2-70b", (80, 32768, 8192, 32000)),
+    ],
+)
+def test_a_gpt_by_its_fields(
+    document: dict[str, Any], changes: dict[str, int], name: str, sizes: tuple[int, ...]
+) -> None:
+    workload = parse_workload(document, "m.json", changes)
+    found = workload.config
+    assert found is not None and workload.name == name and workload.num_dealt_layers == found.num_layers
+    assert (found.num_layers, found.seq_length, found.hidden_size, found.vocab_size) == sizes
 
 
 def test_a_model_by_its_layers() -> None:
@@ -159,11 +162,6 @@ def test_transgan_has_the_layers_that_amp_counts() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "models").iterdir()), ids=lambda path: path.name)
 def test_examples(path: Path) -> None:
     assert read_workload(str(path)).parameters > 0
-
-
-def test_a_preset_with_longer_sequences_keeps_its_name() -> None:
-    assert read_workload("llama2-70b", {"seq_length": 32768}).name == "llama2-70b"
-    assert read_workload("llama2-70b", {"num_layers": 8}).name != "llama2-70b"
 
 
 def test_a_model_of_hugging_face(tmp_path: Path) -> None:
