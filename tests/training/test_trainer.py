@@ -1,16 +1,22 @@
-"""The training loop: notes about attention, and the conditions that end it early."""
+"""The training loop: notes about attention, conditions that end it early, progress, and the device of a rank."""
 
 import os
 import signal
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as draw
 from torch import Tensor
 
 from deepspeed_ext.runtime.attention.flash_kernels import CpuFlash
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import TrainingConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.training.build_engine import own_device
+from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.trainer import (
     ExitConditions,
     ExitReason,
@@ -127,3 +133,24 @@ def _agreements() -> list[Any]:
 
 def test_a_signal_of_one_rank_ends_all_ranks_after_the_same_iteration() -> None:
     assert run_distributed(_agreements, 2) == [[[True, False, True], *[(2, ExitReason.SIGNAL)] * 2]] * 2
+
+
+@given(draw.lists(draw.tuples(draw.integers(1, 64), draw.booleans())))
+def test_skipped_iterations_count_as_done_but_do_not_move_the_schedule(steps: list[tuple[int, bool]]) -> None:
+    """Megatron counts their iteration and samples, and steps its scheduler only after an update."""
+    progress = Progress()
+    for batch_size, skipped in steps:
+        progress = progress.after(batch_size, skipped=skipped)
+    assert progress.iteration == len(steps)
+    assert progress.consumed_samples == sum(size for size, _ in steps)
+    assert progress.skipped_iterations == sum(skipped for _, skipped in steps)
+    assert progress.schedule_step("iters") == sum(not skipped for _, skipped in steps)
+    assert progress.schedule_step("samples") == sum(size for size, skipped in steps if not skipped)
+
+
+def test_each_rank_has_its_own_device() -> None:
+    assert [own_device(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    # As with one GPU for a task of srun: the other devices are not visible.
+    assert [own_device(rank, 1) for rank in range(4)] == [0, 0, 0, 0]
+    with pytest.raises(ConfigError, match=r"^local rank 4 has no device, because 4 are visible: "):
+        own_device(4, 4)
