@@ -88,17 +88,12 @@ def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
         raise ConfigError(f"{', '.join(flags)}: {error}") from None
 
 
-def machine_in_words(config: Config) -> str:
-    """Return the machine for which the ops of a run are priced, in words."""
-    default = f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given"
-    return _with_sources(
-        default if config.parallel.cluster is None else f"the cluster {config.parallel.cluster}", config
-    )
-
-
-def _with_sources(machine: str, config: Config) -> str:
-    """Return the words for a machine with its profile and its trials."""
+def machine_in_words(config: Config, machine: str | None = None) -> str:
+    """Return the machine for which the ops of a run are priced, in words; `machine` is one that no flag names."""
     parallel = config.parallel
+    if machine is None:
+        default = f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given"
+        machine = default if parallel.cluster is None else f"the cluster {parallel.cluster}"
     profile = "" if parallel.op_profile is None else f" with the profile {parallel.op_profile}"
     return machine + profile + ("" if parallel.op_calibration is None else f", calibrated on {parallel.op_calibration}")
 
@@ -213,7 +208,7 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
             device = "cpu-core"
     count = ranks.all // ranks.on_a_host
     words = f"{count} {'host' if count == 1 else 'hosts'} of {ranks.on_a_host} {device}{assumed}"
-    return _nodes_of(device, ranks.on_a_host, count, described), _with_sources(words, config)
+    return _nodes_of(device, ranks.on_a_host, count, described), machine_in_words(config, words)
 
 
 Ask = Callable[[str, Callable[[], Any]], Any]

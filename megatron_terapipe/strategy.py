@@ -328,7 +328,6 @@ class Strategy:
     """Device of the cluster for each rank; None = in the order of the hostfile."""
 
     def __post_init__(self) -> None:
-        """Check types and pairs."""
         for each in DIMENSIONS:
             each.check(getattr(self, each.name))
         if self.world_size > MOST_RANKS:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
@@ -211,7 +211,8 @@ def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
     if each.kind is bool:
         settings |= {"nargs": 0, "const": True}
     else:
-        settings |= {"type": _reader(each.kind, each.option.spellings), "metavar": each.metavar}
+        read = partial(_value, each.kind, each.option.spellings)
+        settings |= {"type": _argument(read), "metavar": each.metavar}
     if each.repeated:
         settings["nargs"] = "+"
     yield [own, *each.option.aliases], settings
@@ -225,7 +226,14 @@ def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
             case Mapping():
                 text = ", ".join(f"{word} is {value or 'the default'}" for word, value in meaning.items())
                 words = "{" + ",".join(meaning) + "}"
-                yield [spelling], {"type": _words(meaning), "metavar": words, "help": f"The same as {own}: {text}."}
+                yield (
+                    [spelling],
+                    {
+                        "type": _argument(partial(_meaning, meaning)),
+                        "metavar": words,
+                        "help": f"The same as {own}: {text}.",
+                    },
+                )
             case _:
                 text = f"The same as {own}, in Megatron's form."
                 yield [spelling], {"type": _argument(meaning), "metavar": "VALUE", "help": text}
@@ -243,29 +251,21 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def _reader(kind: type[Any], other_words: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a reader of a value of a type, which may have other words for some values."""
-    wanted = {int: "a whole number", float: "a number"}
-
-    def read(text: str) -> Any:
-        if not text.strip():
-            # A script's variable that is not set: `--save "$DIR"`.
-            raise argparse.ArgumentTypeError("is given an empty value: give another, or drop it")
-        try:
-            return kind(other_words.get(text, text))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text} is not {wanted[kind]}: give one") from None
-
-    return read
+def _value(kind: type[Any], other_words: Mapping[str, str], text: str) -> Any:
+    """Return a value of a type, which may have other words for some values."""
+    if not text.strip():
+        # A script's variable that is not set: `--save "$DIR"`.
+        raise ValueError("is given an empty value: give another, or drop it")
+    try:
+        return kind(other_words.get(text, text))
+    except ValueError:
+        raise ValueError(f"{text} is not {'a whole number' if kind is int else 'a number'}: give one") from None
 
 
-def _words(meanings: Mapping[str, str | None]) -> Callable[[str], str | None]:
-    def read(text: str) -> str | None:
-        if text not in meanings:
-            raise argparse.ArgumentTypeError(f"{text} is not known: choose {' or '.join(meanings)}")
-        return meanings[text]
-
-    return read
+def _meaning(meanings: Mapping[str, str | None], text: str) -> str | None:
+    if text not in meanings:
+        raise ValueError(f"{text} is not known: choose {' or '.join(meanings)}")
+    return meanings[text]
 
 
 class _Set(argparse.Action):

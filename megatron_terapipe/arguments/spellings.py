@@ -55,7 +55,6 @@ class Spellings:
     of these ids does."""
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that not two of them deal the same layers."""
         check(self)
 
     @property

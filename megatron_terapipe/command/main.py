@@ -45,10 +45,15 @@ SEARCH = Command(
     ),
 )
 
+
+def _command(name: str, module: str, summary: str) -> Command:
+    return Command(name, summary, f"megatron_terapipe.{module}")
+
+
 GROUPS: dict[str, tuple[Command, ...]] = {
     "train": (
-        Command("train", "train a GPT, here or on the hosts of a hostfile", "megatron_terapipe.command.train"),
-        Command("report", "write the report of training runs", "megatron_terapipe.run_report.__main__"),
+        _command("train", "command.train", "train a GPT, here or on the hosts of a hostfile"),
+        _command("report", "run_report.__main__", "write the report of training runs"),
     ),
     "plan": (
         Command(
@@ -57,33 +62,19 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         SEARCH,
     ),
     "data and models": (
-        Command("preprocess", "turn a file of texts into the data files of a run", "megatron_terapipe.data.preprocess"),
-        Command("convert", "convert models to and from the files of Hugging Face", "megatron_terapipe.convert"),
-        Command("generate", "continue a text with a trained model", "megatron_terapipe.generate"),
-        Command(
-            "neox",
-            "turn files of GPT-NeoX into a command that trains the same model",
-            "megatron_terapipe.neox.__main__",
-        ),
+        _command("preprocess", "data.preprocess", "turn a file of texts into the data files of a run"),
+        _command("convert", "convert", "convert models to and from the files of Hugging Face"),
+        _command("generate", "generate", "continue a text with a trained model"),
+        _command("neox", "neox.__main__", "turn files of GPT-NeoX into a command that trains the same model"),
     ),
     "machines": (
-        Command(
-            "doctor",
-            "find the faults of this machine, or of the hosts of a hostfile, before a run",
-            "megatron_terapipe.doctor.__main__",
+        _command(
+            "doctor", "doctor.__main__", "find the faults of this machine, or of the hosts of a hostfile, before a run"
         ),
     ),
     "shells and scripts": (
-        Command(
-            "schema",
-            "print the JSON Schema of a file that you write",
-            "megatron_terapipe.search.answer.schema_command",
-        ),
-        Command(
-            "completion",
-            "print a script with which bash or zsh completes all this",
-            "megatron_terapipe.command.completion",
-        ),
+        _command("schema", "search.answer.schema_command", "print the JSON Schema of a file that you write"),
+        _command("completion", "command.completion", "print a script with which bash or zsh completes all this"),
     ),
 }
 """All commands by group, in the order of `terapipe --help`."""

@@ -160,7 +160,6 @@ class BatchConfig:
     """Sequences that pass through the pipeline together in evaluations. Default: `--micro-batch-size`."""
 
     def __post_init__(self) -> None:
-        """Check the sizes and the ramp between them."""
         check(self)
         self._check_ramp()
         self._check_multiples(self.micro_batch_size, f"--micro-batch-size {self.micro_batch_size}")

@@ -72,7 +72,6 @@ class CheckpointConfig:
     """Fail if `--load` holds no checkpoint."""
 
     def __post_init__(self) -> None:
-        """Check the flags that need another."""
         check(self)
         if self.extra_save_iterations == ():
             raise ConfigError("--extra-save-iterations (empty) is not a list of iterations: give numbers from 0 on")

@@ -49,7 +49,6 @@ class Config:
     deepspeed: DeepSpeedConfig
 
     def __post_init__(self) -> None:
-        """Fill in values that follow from two sections, then check the rules between sections."""
         object.__setattr__(self, "training", self.training.for_sequences(self.model.seq_length))
         self._check_stages()
         self._check_tensor_parallel()

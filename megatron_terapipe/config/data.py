@@ -237,7 +237,6 @@ class DataConfig:
     read when it is needed."""
 
     def __post_init__(self) -> None:
-        """Choose the tokenizer by its files, then check the lists, the files, and flags that exclude each other."""
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "byte")
         check(self)
         self._read_files_of_paths()

@@ -39,7 +39,6 @@ class DeepSpeedConfig:
     """Let ZeRO copy gradients into one buffer as they are computed."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check(self)
 
 

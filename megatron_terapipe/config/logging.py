@@ -133,7 +133,6 @@ class LoggingConfig:
     `--distributed-timeout-minutes`. Default: `stalled_pipeline` in `--save`, or in the current directory."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check(self)
         self.measured_iterations(0, 1)
         if self.profile and not self.profiled_iterations:

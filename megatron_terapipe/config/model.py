@@ -151,7 +151,6 @@ class ModelConfig(RotationSettings):
     {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 512}}, {"mlp": {"no_op": true}}, ...]}, a layer an entry."""
 
     def __post_init__(self) -> None:
-        """Fill in the derived sizes, then check."""
         check_bounds(self)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(

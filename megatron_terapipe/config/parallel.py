@@ -152,7 +152,6 @@ class ParallelConfig:
     """Rank on this machine. The launcher sets it."""
 
     def __post_init__(self) -> None:
-        """Fill in the number of token slices, then check."""
         check(self)
         if self.vocabulary_stages and self.pipeline_model_parallel_size == 1:
             # One rank has no other to share with.

@@ -101,7 +101,6 @@ class TrainingConfig:
     start; `never` compiles nothing."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check(self)
         if self.dry_run_without_files:
             object.__setattr__(self, "dry_run", True)
@@ -240,7 +239,6 @@ class OptimizerConfig:
     of other trainers are run as 1, which trains the same with more memory."""
 
     def __post_init__(self) -> None:
-        """Check the ranges and the pairs."""
         check(self)
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:
@@ -330,7 +328,6 @@ class PrecisionConfig:
     """Sum and reduce gradients in fp32. In bf16 with ZeRO stage 1 this is always so."""
 
     def __post_init__(self) -> None:
-        """Check the pair and the ranges."""
         check(self)
         if not log2(self.initial_loss_scale).is_integer():
             raise ConfigError(
@@ -389,5 +386,4 @@ class NumbersConfig:
     nothing is saved from then on."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check(self)

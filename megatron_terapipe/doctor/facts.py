@@ -37,15 +37,11 @@ class Device:
     """An accelerator, as its driver lists it."""
 
     name: str
-    """Model of the device."""
     memory_bytes: int
-    """Total memory."""
     free_bytes: int
-    """Unused memory."""
     processes: tuple[str, ...]
     """Processes that compute on it."""
     driver: str
-    """Version of the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,6 @@ class Imports:
     cuda: str | None = None
     """Version of CUDA that torch was built for; None for a build without."""
     nccl: str | None = None
-    """Version of NCCL; None without."""
     resident_bytes: int = 0
     """Memory of the process with both loaded."""
 
@@ -79,7 +74,6 @@ class Resources:
     shared_memory_bytes: int | None
     """Size of /dev/shm; None if there is none."""
     free_shared_memory_bytes: int
-    """Free part of it."""
     locked_memory_bytes: int | None
     """Memory that a process may lock (`ulimit -l`)."""
     open_files: int | None
@@ -95,11 +89,8 @@ class Interface:
     """A network interface."""
 
     name: str
-    """Name of the interface."""
     addresses: tuple[str, ...]
-    """IPv4 and IPv6 addresses."""
     is_up: bool
-    """Whether it is up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +98,6 @@ class Names:
     """Name and addresses of a host."""
 
     hostname: str
-    """Its own name."""
     own_addresses: tuple[str, ...]
     """Addresses to which it resolves its own name; empty if it cannot."""
     listed_addresses: tuple[str, ...]
@@ -119,11 +109,9 @@ class Folder:
     """The directory for checkpoints, or the nearest one above it that exists."""
 
     path: str
-    """Path of the directory that exists."""
     fault: str | None
     """Why no file can be written there; None if one can."""
     free_bytes: int
-    """Free bytes of its disk."""
     sees_token: bool | None = None
     """Whether the file that the first host wrote is visible in it; None if that was not tried."""
 
@@ -143,19 +131,13 @@ class HostFacts:
     """All facts that the probe returned for a host."""
 
     software: Software
-    """Installed software."""
     devices: tuple[Device, ...]
-    """Accelerators that the driver lists."""
     resources: Resources
-    """Cores, memory and limits."""
     interfaces: tuple[Interface, ...]
-    """Network interfaces."""
     names: Names
-    """Name and addresses."""
     variables: dict[str, str]
     """Variables of the environment that torch, CUDA and the network read."""
     folder: Folder
-    """Directory for checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +167,7 @@ class Link:
     target: str
     """The host that listens."""
     address: str
-    """Address that was tried."""
     port: int
-    """Port that was tried."""
     is_meeting: bool = False
     """Whether it is the rendezvous (master address and port) of the ranks."""
     fault: str | None = None
@@ -211,11 +191,9 @@ class Launching:
     directory: str
     """Working directory, which the launcher enters on all hosts."""
     checkpoints: str
-    """Directory for checkpoints."""
     save_is_given: bool
     """Whether `--save` named it."""
     master_port: int
-    """Port of the rendezvous."""
     programs: dict[str, str]
     """Paths of the launchers that are installed here."""
     variables: dict[str, str]
@@ -231,9 +209,7 @@ class Examined:
     """All facts of one examination."""
 
     launching: Launching
-    """The machine on which the doctor runs."""
     hosts: tuple[Host, ...]
-    """In the order of the hostfile."""
     links: tuple[Link, ...] = field(default=())
     """Attempts to reach one host from another."""
     meeting_fault: str | None = None

@@ -29,13 +29,10 @@ class Finding:
     """Result of a check on some hosts."""
 
     level: Level
-    """Level of the finding."""
     check: str = ""
-    """Name of the check."""
     hosts: tuple[str, ...] = ()
     """Hosts that it concerns; empty = the launch as a whole."""
     found: str
-    """Value that was found."""
     rule: str = ""
     """Rule that the value breaks; empty if it breaks none."""
     remedy: str = ""
@@ -141,27 +138,17 @@ class Document:
     passed: int
     """Number of checks that passed."""
     findings: tuple[Finding, ...]
-    """All findings, errors first."""
     launching: Launching
-    """The machine on which the doctor ran."""
     hosts: tuple[Host, ...]
     """Hosts in the order of the hostfile, with all facts."""
     links: tuple[Link, ...]
-    """Attempts to reach one host from another."""
 
 
 def document(examined: Examined, findings: tuple[Finding, ...]) -> dict[str, Any]:
     """Return an examination as JSON."""
-    found = Document(
-        errors=count(findings, Level.ERROR),
-        warnings=count(findings, Level.WARNING),
-        passed=count(findings, Level.OK),
-        findings=findings,
-        launching=examined.launching,
-        hosts=examined.hosts,
-        links=examined.links,
-    )
-    return asdict(found)
+    errors, warnings, passed = (count(findings, level) for level in (Level.ERROR, Level.WARNING, Level.OK))
+    facts: dict[str, Any] = {"launching": examined.launching, "hosts": examined.hosts, "links": examined.links}
+    return asdict(Document(errors=errors, warnings=warnings, passed=passed, findings=findings, **facts))
 
 
 def count(findings: Sequence[Finding], level: Level) -> int:

@@ -86,39 +86,27 @@ class LearningRateSchedule:
     Steps are iterations or samples, the unit of the training.
 
     Example:
-        >>> schedule = LearningRateSchedule(
-        ...     max_lr=1.0, min_lr=0.0, decay_style="linear", warmup_steps=2, decay_steps=6
+        >>> optimizer = OptimizerConfig(lr=1.0, lr_warmup_iters=2)
+        >>> schedule = LearningRateSchedule.from_config(
+        ...     optimizer, TrainingConfig(train_iters=6), global_batch_size=1, seq_length=8
         ... )
         >>> [schedule.at(step) for step in range(7)]
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
+    optimizer: OptimizerConfig
+    """The shapes of warmup and decay."""
     max_lr: float
-    """Highest learning rate."""
-
     min_lr: float
     """Learning rate from the end of the decay."""
-
-    decay_style: str
-    """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD."""
-
     warmup_steps: float
     """Steps of the warmup; may be fractional."""
-
     decay_steps: float
     """Step at which the decay ends."""
-
-    samples_per_step: int = 1
+    samples_per_step: int
     """Samples of a step, the unit of Megatron; it has an effect without warmup."""
-
-    init_lr: float = 0.0
-    """Learning rate at the start of the warmup."""
-
-    wsd_decay_steps: int = 0
+    wsd_decay_steps: int
     """Steps of the decay at the end of WSD."""
-
-    wsd_decay_style: str = "exponential"
-    """Shape of that decay: exponential, linear, cosine or minus_sqrt."""
 
     @classmethod
     def from_config(
@@ -128,31 +116,29 @@ class LearningRateSchedule:
         in_samples = training.unit == "samples"
         samples_per_step = 1 if in_samples else global_batch_size
         steps = LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length)
-        wsd_decay_steps = optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters
         return cls(
+            optimizer=optimizer,
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
-            decay_style=optimizer.lr_decay_style,
             warmup_steps=steps.warmup,
             decay_steps=steps.decay,
             samples_per_step=samples_per_step,
-            init_lr=optimizer.lr_warmup_init,
-            wsd_decay_steps=wsd_decay_steps or 0,
-            wsd_decay_style=optimizer.lr_wsd_decay_style,
+            wsd_decay_steps=(optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters) or 0,
         )
 
     def at(self, step: int) -> float:
         """Learning rate of the update that follows `step` completed steps.
 
-        As in Megatron, the first update of a run is `at(0)`, which is `init_lr` if there is a warmup.
+        As in Megatron, the first update of a run is `at(0)`, which is `lr_warmup_init` if there is a warmup.
         """
+        start, style = self.optimizer.lr_warmup_init, self.optimizer.lr_decay_style
         if self.warmup_steps and step <= self.warmup_steps:
-            return self.init_lr + (self.max_lr - self.init_lr) * step / self.warmup_steps
-        if self.decay_style == "constant":
+            return start + (self.max_lr - start) * step / self.warmup_steps
+        if style == "constant":
             return self.max_lr
         if step > self.decay_steps:
             return self.min_lr
-        if self.decay_style == "inverse-square-root":
+        if style == "inverse-square-root":
             # Equal to max_lr at the end of the warmup, of any length.
             warmup, now = (max(each * self.samples_per_step, 1) for each in (self.warmup_steps, step))
             return max(self.min_lr, self.max_lr * sqrt(warmup / now))
@@ -160,13 +146,13 @@ class LearningRateSchedule:
 
     def _remaining(self, step: int) -> float:
         """Return the remaining part of the decay at a step, in [0, 1]."""
-        if self.decay_style == "WSD":
+        style: str = self.optimizer.lr_decay_style
+        if style == "WSD":
             begin = self.decay_steps - self.wsd_decay_steps
             if step <= begin:
                 return 1.0
-            style, progress = self.wsd_decay_style, (step - begin) / self.wsd_decay_steps
+            style, progress = self.optimizer.lr_wsd_decay_style, (step - begin) / self.wsd_decay_steps
         else:
-            style = self.decay_style
             progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
         return _remaining(style, progress)
 

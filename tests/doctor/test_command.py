@@ -67,10 +67,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert schema == TypeAdapter(Document).json_schema()
-    for kind in schema["$defs"].values():
-        assert all("description" in each for each in kind.get("properties", {}).values()), kind["title"]
+    assert json.loads(capsys.readouterr().out) == TypeAdapter(Document).json_schema()
 
 
 @pytest.mark.parametrize("examined", [healthy(), on(2, facts=None, imports=None, clock=None, failure="no")(healthy())])
