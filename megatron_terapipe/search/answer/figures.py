@@ -176,7 +176,8 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     console = console or output_console()
     entries = sorted(ranking.entries, key=lambda entry: entry.rank)
     console.print(heading(ranking), markup=False, highlight=False)
-    shown, rows = _fitting(*rows_of(entries, ranking.model.seq_length), console.width)
+    names, rows = rows_of(entries, ranking.model.seq_length)
+    shown = _fitting(names, rows, console.width)
     console.print(_table(entries, shown, rows))
     if rows and (explained := legend(shown)):
         console.print(f"columns: {explained}", markup=False, highlight=False)
@@ -223,30 +224,25 @@ def cells(entry: RankedEntry, seq_length: int) -> dict[str, str]:
     return row | {"variants": f"{entry.variants:,}" if entry.variants else "", "why not": entry.reason or ""}
 
 
-def rows_of(entries: Sequence[RankedEntry], seq_length: int) -> tuple[list[str], list[list[str]]]:
+def rows_of(entries: Sequence[RankedEntry], seq_length: int) -> tuple[list[str], list[dict[str, str]]]:
     """Return the names of the columns with any text, and the rows."""
-    found = [cells(entry, seq_length) for entry in entries]
-    names = list(dict.fromkeys(name for row in found for name in row))
+    rows = [cells(entry, seq_length) for entry in entries]
+    names = list(dict.fromkeys(name for row in rows for name in row))
     # Prices come before the reason, also where the first row has none.
     names.sort(key=lambda name: name == "why not")
-    shown = [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in found)]
-    return shown, [[row.get(name, "") for name in shown] for row in found]
+    return [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in rows)], rows
 
 
-def _fitting(names: list[str], rows: list[list[str]], width: int) -> tuple[list[str], list[list[str]]]:
+def _fitting(names: list[str], rows: list[dict[str, str]], width: int) -> list[str]:
     """Return the columns that a line has room for; the reason, which wraps, counts no more than its title."""
-    widths = {
-        name: max(len(name), *(len(row[index]) for row in rows)) if rows and name != "why not" else len(name)
-        for index, name in enumerate(names)
-    }
+    widths = {name: max(map(len, [name, *(row.get(name, "") for row in rows if name != "why not")])) for name in names}
     kept = list(names)
     for name in DROPPED_FIRST:
         if sum(widths[each] + 2 for each in kept) <= width:
             break
         if name in kept:
             kept.remove(name)
-    places = [names.index(name) for name in kept]
-    return kept, [[row[place] for place in places] for row in rows]
+    return kept
 
 
 def _cell(dimension: Dimension, strategy: Strategy, seq_length: int) -> str:
@@ -274,7 +270,7 @@ def _short(value: tuple[int, ...]) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[list[str]]) -> "Table":
+def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[dict[str, str]]) -> "Table":
     import rich.box
     import rich.table
     import rich.text
@@ -285,5 +281,5 @@ def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[list[str
     for entry, row in zip(entries, rows, strict=True):
         style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
         # As `Text`, so that brackets in a name are not markup.
-        table.add_row(*map(rich.text.Text, row), style=style)
+        table.add_row(*(rich.text.Text(row.get(name, "")) for name in names), style=style)
     return table

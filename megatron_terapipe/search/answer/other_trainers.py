@@ -30,7 +30,6 @@ tiled backward repeats the recomputation (DeepSpeed, `TiledMLP`).
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from math import gcd
 
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
@@ -238,17 +237,8 @@ class Rival:
     prediction: Prediction
     host_bytes: float
     """Bytes of the fullest host."""
-    device_limit: float
-    """Bytes that may be used of a device."""
-    host_limit: float
-    """Bytes of the host with the least."""
-
-    @property
-    def lacking(self) -> list[tuple[str, float, float]]:
-        """(place, needed, limit) of each place with too little memory."""
-        device = "device", self.prediction.peak_memory_bytes, self.device_limit
-        places = device, ("host", self.host_bytes, self.host_limit)
-        return [place for place in places if place[1] > place[2]]
+    lacking: list[tuple[str, float, float]]
+    """(place, needed, limit) of each place with too little memory."""
 
 
 def has_rival(problem: SearchProblem) -> bool:
@@ -273,12 +263,9 @@ def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.
     host_limit = min(node.host.memory_bytes for node in nodes)
     ranks_of_host = max(node.num_devices for node in nodes)
     held = {
-        (strategy, on_host): rival_memory(
-            workload, strategy, on_host, overheads, min(ranks_of_host, strategy.world_size)
-        )
-        for strategy, on_host in product(
-            all_strategies(workload, pricing.cluster.num_devices, global_batch_size), ON_HOST
-        )
+        (each, on_host): rival_memory(workload, each, on_host, overheads, min(ranks_of_host, each.world_size))
+        for each in all_strategies(workload, pricing.cluster.num_devices, global_batch_size)
+        for on_host in ON_HOST
     }
     if not held:
         return None
@@ -286,13 +273,14 @@ def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.
     fitting = [each for each in held if fullness[each] <= 1] or [min(held, key=fullness.__getitem__)]
     times = {each: rival_time(pricing.cost_model, *each) for each in fitting}
     best = min(times, key=lambda each: times[each].iteration_time_s)
+    memory, host_bytes = held[best]
+    places = ("device", memory.total, device_limit), ("host", host_bytes, host_limit)
     return Rival(
         strategy=best[0],
         on_host=best[1],
-        prediction=replace(times[best], memory=(held[best][0],)),
-        host_bytes=held[best][1],
-        device_limit=device_limit,
-        host_limit=host_limit,
+        prediction=replace(times[best], memory=(memory,)),
+        host_bytes=host_bytes,
+        lacking=[place for place in places if place[1] > place[2]],
     )
 
 

@@ -121,11 +121,11 @@ def _ranking(document: RankDocument) -> str:
     entries = document.entries[:MOST_ROWS]
     names, rows = rows_of(entries, document.model.seq_length)
     head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
-    kinds = ["left why" if name == "why not" else "left" if name in LEFT else "" for name in names]
+    kinds = {name: "left why" if name == "why not" else "left" if name in LEFT else "" for name in names}
     lines = []
     for entry, row in zip(entries, rows, strict=True):
         kind = "out" if not entry.feasible else "first" if entry.rank == 1 else ""
-        cells = (f'<td class="{each}">{escape(text)}</td>' for each, text in zip(kinds, row, strict=True))
+        cells = (f'<td class="{each}">{escape(row.get(name, ""))}</td>' for name, each in kinds.items())
         lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
     more = len(document.entries) - len(entries)
     rest = f'<p class="sub">{more} more are in the JSON.</p>' if more > 0 else ""

@@ -16,6 +16,7 @@ token slices are live on rank i. `price.activations.peak_held` counts the same o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class GridMemory:
         self._grid, self._model = grid, model
         self._known_held: dict[tuple[object, ...], Held] = {}
         self._known_totals: dict[tuple[object, ...], Floats] = {}
-        self._known_live: dict[tuple[object, ...], Floats] = {}
+        self._live_tokens = cache(self._live_tokens_of)
         self._micro_batches = grid.num_micro_batches.reshape(-1, 1).astype(float)
         """[B, 1]"""
         self._num_token_slices = np.array(grid.token_slices, dtype=float)[None, :]
@@ -145,6 +146,12 @@ class GridMemory:
         stages = counts.per_stage.reshape(-1, num_ranks, kinds)[:, ranks].swapaxes(0, 1)
         tokens = self._live_tokens(schedule, num_ranks, stages.shape[1], tuple(ranks))
 
+        last = stages[:, -1]
+
+        def on_last_stage(each: Floats) -> Floats:
+            """[K, R, Q] bytes -> [ranks, 1, 1, R, Q]."""
+            return np.asarray((last @ each.reshape(kinds, -1)).reshape(len(ranks), 1, 1, *each.shape[1:]))
+
         def on_all_stages(each: Floats) -> Floats:
             """[ranks, B, S, V] tokens x [K, R, Q] bytes -> [ranks, B, S, R, Q]."""
             of_stage = (stages @ each.reshape(kinds, -1))[:, None]
@@ -153,44 +160,30 @@ class GridMemory:
         element = ELEMENT_BYTES[self._model.precision]
         inputs = element * stage_input_elements(self._model.workload, counts).reshape(-1, num_ranks)[:, ranks].T
         of_inputs = np.einsum("rbsv,rv->rbs", tokens, inputs)[..., None, None] * self._shared_by * self._of_stages
-        last = stages[:, -1]
-        gradients, of_windows = (
-            (last @ each.reshape(kinds, -1)).reshape(len(ranks), 1, 1, *each.shape[1:])
-            for each in (self._gradients, self._window_gradients)
-        )
-        again = self._token_slice[:, :, None, None] * (last @ self._recomputed.reshape(kinds, -1)).reshape(
-            len(ranks), 1, 1, *self._recomputed.shape[1:]
-        )
+        whole, part = self._sequence[:, :, None, None], self._token_slice[:, :, None, None]
         # The first backward is one of the last stage of the rank.
-        before = self._sequence - self._token_slice
-        sequences = np.where(before > 0, self._sequence / self._model.workload.seq_length, 0.0)
-        waiting = before[:, :, None, None] * gradients + sequences[:, :, None, None] * of_windows
+        before = whole - part
+        sequences = np.where(before > 0, whole / self._model.workload.seq_length, 0.0)
+        waiting = before * on_last_stage(self._gradients) + sequences * on_last_stage(self._window_gradients)
         kept = on_all_stages(self._kept) + of_inputs
         if self._offloads.any():
             # All else may wait on the host: this backward reads the keys and values of the whole sequence.
-            read, own = (
-                (last @ part.reshape(kinds, -1)).reshape(len(ranks), 1, 1, *part.shape[1:])
-                for part in (self._key_values, self._activations)
-            )
-            least = self._sequence[:, :, None, None] * read + self._token_slice[:, :, None, None] * own
+            least = whole * on_last_stage(self._key_values) + part * on_last_stage(self._activations)
             kept = np.where(self._offloads, least, kept)
         return Held(
             activations=kept,
             key_values=waiting,
             logits=np.minimum(on_all_stages(self._logits), self._limits.kept),
-            working=np.array([self._working[row > 0].max(axis=0) for row in last]) + again,
+            working=np.array([self._working[row > 0].max(axis=0) for row in last])
+            + part * on_last_stage(self._recomputed),
         )
 
-    def _live_tokens(self, schedule: str, num_ranks: int, model_chunks: int, ranks: tuple[int, ...]) -> Floats:
+    def _live_tokens_of(self, schedule: str, num_ranks: int, model_chunks: int, ranks: tuple[int, ...]) -> Floats:
         """[ranks, B, S, V] tokens that are live on each stage of a rank when the rank holds most."""
-        key = schedule, model_chunks, ranks
-        if key not in self._known_live:
-            sizes = self._micro_batches, self._num_token_slices
-            live = live_token_slices(schedule, num_ranks, model_chunks, np.array(ranks)[:, None, None], *sizes)
-            group = group_size(num_ranks, *sizes)
-            on_stages = _live_per_model_chunk(live, model_chunks, group, self._num_token_slices)
-            self._known_live[key] = self._token_slice[..., None] * on_stages
-        return self._known_live[key]
+        sizes = self._micro_batches, self._num_token_slices
+        live = live_token_slices(schedule, num_ranks, model_chunks, np.array(ranks)[:, None, None], *sizes)
+        on_stages = _live_per_model_chunk(live, model_chunks, group_size(num_ranks, *sizes), self._num_token_slices)
+        return np.asarray(self._token_slice[..., None] * on_stages)
 
 
 def _ranks_to_look_at(counts: LayerCounts) -> list[int]:
