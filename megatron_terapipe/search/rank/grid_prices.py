@@ -32,9 +32,8 @@ from megatron_terapipe.search.price.memory import Counted, MemoryModel, stage_in
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts
 from megatron_terapipe.search.rank.grid_times import OpTables, grid_times
 from megatron_terapipe.search.rank.rules import SAME_STAGES, LegalGrid, SearchCounts, layouts, legal_grids
-from megatron_terapipe.search.rank.space import Choices, SearchProblem
+from megatron_terapipe.search.rank.space import Axis, Choices, SearchProblem, StrategyGrid
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.strategy_grid import Axis, StrategyGrid
 from megatron_terapipe.strategy import SOLVED, Strategy
 
 Floats = NDArray[np.float64]

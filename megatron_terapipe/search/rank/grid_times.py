@@ -41,7 +41,7 @@ from megatron_terapipe.search.price.stages import (
     stage_ops,
 )
 from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s
-from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
+from megatron_terapipe.search.rank.space import StrategyGrid
 
 Floats = NDArray[np.float64]
 Splits = tuple[tuple[tuple[int, ...], ...], ...]

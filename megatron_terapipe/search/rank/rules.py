@@ -22,8 +22,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import KEEPING_ALL, OPTIMISED, SCHEDULES
 from megatron_terapipe.dimensions import Dimension, Tried
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.rank.space import Choices, SearchProblem
-from megatron_terapipe.search.rank.strategy_grid import AXES, ON_AXIS, Axis, Row, StrategyGrid
+from megatron_terapipe.search.rank.space import AXES, ON_AXIS, Axis, Choices, Row, SearchProblem, StrategyGrid
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
 Holds = NDArray[np.bool_]

@@ -40,9 +40,8 @@ from megatron_terapipe.search.rank.grid_prices import (
 from megatron_terapipe.search.rank.grid_times import OpTables
 from megatron_terapipe.search.rank.node_orders import better_order, node_orders, placement_of
 from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule
-from megatron_terapipe.search.rank.space import Choices, SearchProblem
+from megatron_terapipe.search.rank.space import Choices, Row, SearchProblem, StrategyGrid
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.strategy_grid import Row, StrategyGrid
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
 __all__ = ["Ranked", "SearchResult", "predict_one", "ranked_in_order", "search"]

@@ -31,8 +31,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.price.links import RankGroups
 from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, LayerCounter
 from megatron_terapipe.search.rank.grid_times import WHOLE, OpTables
-from megatron_terapipe.search.rank.space import SearchProblem
-from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
+from megatron_terapipe.search.rank.space import SearchProblem, StrategyGrid
 
 Numbers = NDArray[np.float64]
 

@@ -12,8 +12,7 @@ from megatron_terapipe.planning import check_trainable, host_copies
 from megatron_terapipe.search.machine.trainers import SOFTWARE
 from megatron_terapipe.search.price.stages import LayerCounter, pipeline_shape
 from megatron_terapipe.search.rank.rules import TRAINER_RULES, SearchCounts, broken_rule, legal_grids
-from megatron_terapipe.search.rank.space import all_choices, check_runnable
-from megatron_terapipe.search.rank.strategy_grid import AXES, StrategyGrid
+from megatron_terapipe.search.rank.space import AXES, StrategyGrid, all_choices, check_runnable
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, legal_strategies, small_cluster, small_problem
 
