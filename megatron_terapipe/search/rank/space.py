@@ -9,7 +9,8 @@ The dimensions that are not of the layout are the axes of a grid:
                        V)         are dealt                             offload)                      shard size)
     array of an axis   [O,1,1,..] [1,Q,1,..] [1,1,B,..]   ...
 
-Values that depend on two dimensions are computed once for each pair; numpy broadcasts them over the grid.
+Values that depend on two dimensions are computed once for each pair; numpy broadcasts them over the grid. Loads neither
+numpy nor pydantic: the flags of all commands need it for their help.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,7 @@ from functools import cached_property
 from itertools import product
 from math import gcd, prod
 from types import MappingProxyType
-from typing import Any, Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -33,6 +31,12 @@ from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Choices", "SearchProblem", "all_choices"]
 
 MEMORY_HEADROOM = 0.05
 """Default share of a device's memory that is kept free: predictions are a few per cent off."""
@@ -294,28 +298,30 @@ class StrategyGrid:
         """Number of strategies."""
         return prod(self.shape)
 
-    def along(self, axes: Axis | Sequence[Axis], values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+    def along(self, axes: Axis | Sequence[Axis], values: "Sequence[Any] | NDArray[Any]") -> "NDArray[Any]":
         """Return values as an array that broadcasts over the grid.
 
         Args:
             values: one for each value of the axis; for several, one for each of their pairs, nested: [axis, axis].
         """
+        import numpy as np
+
         names = (axes,) if isinstance(axes, str) else axes
         shape = [len(getattr(self, axis)) if axis in names else 1 for axis in AXES]
         return np.asarray(values).reshape(shape)
 
     @cached_property
-    def model_chunks(self) -> NDArray[np.int64]:
+    def model_chunks(self) -> "NDArray[np.int64]":
         """Model chunks of a pipeline rank: [order, 1, 1, 1, 1, 1, 1]."""
         return self.along("order", [model_chunks for _, model_chunks in self.order])
 
     @cached_property
-    def num_micro_batches(self) -> NDArray[np.int64]:
+    def num_micro_batches(self) -> "NDArray[np.int64]":
         """Micro-batches of a data-parallel rank: [1, 1, micro_batch, 1, 1, 1, 1], for sizes that divide the batch."""
-        sizes = np.array(self.micro_batch) * self.layout.data_parallel_size
-        return self.along("micro_batch", np.maximum(self.global_batch_size // sizes, 1))
+        sizes = (size * self.layout.data_parallel_size for size in self.micro_batch)
+        return self.along("micro_batch", [max(self.global_batch_size // size, 1) for size in sizes])
 
-    def keep(self, axis: Axis, kept: NDArray[np.bool_]) -> "StrategyGrid":
+    def keep(self, axis: Axis, kept: "NDArray[np.bool_]") -> "StrategyGrid":
         """Return the grid with the values of one axis that `kept` [values] marks."""
         values = getattr(self, axis)
         changed: dict[str, Any] = {axis: tuple(value for value, keep in zip(values, kept, strict=True) if keep)}
