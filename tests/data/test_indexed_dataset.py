@@ -61,16 +61,20 @@ def test_run_ends_with_the_sequence(tmp_path: Path) -> None:
     assert dataset.run(0, 1, 3).tolist() == DOCUMENTS[0][1:]
 
 
+def by_megatron(prefix: Path, dtype: type, *documents: tuple[list[int], list[int]]) -> IndexedDataset:
+    """Write documents, each of sequences of the given lengths, with megatron-core."""
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = theirs.IndexedDatasetBuilder(str(data_file(prefix)), dtype=dtype)
+    for document in documents:
+        builder.add_document(*document)
+    builder.finalize(str(index_file(prefix)))
+    return IndexedDataset(prefix)
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_we_write_the_bytes_megatron_writes_and_read_its_files(tmp_path: Path, dtype: type) -> None:
-    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     prefix = tmp_path / "theirs"
-    builder = theirs.IndexedDatasetBuilder(str(data_file(prefix)), dtype=dtype)
-    for document in DOCUMENTS:
-        builder.add_document(document, [len(document)])
-    builder.finalize(str(index_file(prefix)))
-
-    dataset = IndexedDataset(prefix)
+    dataset = by_megatron(prefix, dtype, *((document, [len(document)]) for document in DOCUMENTS))
     assert [dataset.run(number, 0, 99).tolist() for number in range(len(dataset))] == DOCUMENTS
     ours = write(tmp_path / "ours", DOCUMENTS, 65_100 if dtype is np.uint16 else 65_500)
     assert data_file(ours).read_bytes() == data_file(prefix).read_bytes()
@@ -78,13 +82,7 @@ def test_we_write_the_bytes_megatron_writes_and_read_its_files(tmp_path: Path, d
 
 
 def test_megatron_documents_of_several_sequences_are_read(tmp_path: Path) -> None:
-    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    prefix = tmp_path / "theirs"
-    builder = theirs.IndexedDatasetBuilder(str(data_file(prefix)), dtype=np.uint16)
-    builder.add_document([1, 2, 3], [2, 1])
-    builder.add_document([4], [1])
-    builder.finalize(str(index_file(prefix)))
-    dataset = IndexedDataset(prefix)
+    dataset = by_megatron(tmp_path / "theirs", np.uint16, ([1, 2, 3], [2, 1]), ([4], [1]))
     assert [dataset.run(number, 0, 99).tolist() for number in range(3)] == [[1, 2], [3], [4]]
     assert dataset.document_indices[:].tolist() == [0, 2, 3]
 
@@ -193,21 +191,20 @@ def test_an_index_is_checked_to_its_end_whatever_the_pieces(tmp_path: Path) -> N
                 IndexedDataset(prefix)
 
 
-def test_a_prefix_that_misses_a_part_suggests_a_dataset_of_its_folder(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_and_a_part_of_a_name_suggests_a_dataset_of_its_folder(
+    tmp_path: Path,
+) -> None:
     whole = write(tmp_path / "corpus_text_document", DOCUMENTS)
     for typed in (tmp_path / "corpus", data_file(whole), index_file(whole)):
         with pytest.raises(DataError, match=rf"not found: did you mean {whole}\?$"):
             IndexedDataset(typed)
     with pytest.raises(DataError, match=r"not found: --data-path takes the path"):
         IndexedDataset(tmp_path / "other")
-
-
-@pytest.mark.parametrize("file", [index_file, data_file])
-def test_a_missing_file_is_named(tmp_path: Path, file) -> None:
-    prefix = write(tmp_path / "d", DOCUMENTS)
-    file(prefix).unlink()
-    with pytest.raises(DataError, match=rf"at {prefix}: {file(prefix)} not found: both files"):
-        IndexedDataset(prefix)
+    for file in (index_file, data_file):
+        prefix = write(tmp_path / "d", DOCUMENTS)
+        file(prefix).unlink()
+        with pytest.raises(DataError, match=rf"at {prefix}: {file(prefix)} not found: both files"):
+            IndexedDataset(prefix)
 
 
 def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:

@@ -107,14 +107,14 @@ class Numbers:
         return np.arange(sample, sample + 3)
 
 
-def samples_of(count: int, *shape: int, size: int = 1000, num_workers: int = 0) -> list[list[int]]:
+SIZE = 50
+"""Samples, after the last of which the first follows."""
+
+
+def samples_of(count: int, *shape: int, num_workers: int) -> list[list[int]]:
     """Return the samples' numbers in the first micro-batches; shape: the loader's four integers."""
-    with MicroBatchLoader(Numbers(size), *shape, num_workers=num_workers) as batches:
+    with MicroBatchLoader(Numbers(SIZE), *shape, num_workers=num_workers) as batches:
         return [batch.tokens[:, 0].tolist() for batch in islice(batches, count)]
-
-
-def test_after_the_last_sample_comes_the_first() -> None:
-    assert samples_of(3, 2, 0, 1, 3, size=5) == [[3, 4], [0, 1], [2, 3]]
 
 
 @st.composite
@@ -143,17 +143,19 @@ def test_samples_are_consumed_in_order_whatever_changes_between_runs_and_steps(
             micro_batches = [of_rank[done : done + num_micro_batches] for of_rank in of_ranks]
             in_order = [sample for turn in zip(*micro_batches, strict=True) for batch in turn for sample in batch]
             step = micro_batch_size * ranks * num_micro_batches
-            assert in_order == [sample % 1000 for sample in range(consumed, consumed + step)]
+            assert in_order == [sample % SIZE for sample in range(consumed, consumed + step)]
             done, consumed = done + num_micro_batches, consumed + step
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_an_exception_in_the_background_is_raised_in_its_place(num_workers: int) -> None:
+def test_an_exception_in_the_background_is_raised_in_its_place_and_ends_the_threads(num_workers: int) -> None:
+    before = {*threading.enumerate()}
     with MicroBatchLoader(Numbers(9, fails_at=5), 2, 0, 1, 0, num_workers) as batches:
         assert next(batches).tokens[:, 0].tolist() == [0, 1]
         assert next(batches).tokens[:, 0].tolist() == [2, 3]
         with pytest.raises(OSError, match="sample 5 cannot be read"):
             next(batches)
+    assert before.issuperset(threading.enumerate())
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -168,31 +170,16 @@ def test_slow_and_uneven_samples_keep_their_order(num_workers: int) -> None:
         assert [int(batch.tokens[0, 0]) for batch in islice(batches, 40)] == list(range(40))
 
 
-def test_a_loader_closed_amid_an_exception_ends_its_threads() -> None:
-    before = {*threading.enumerate()}
-    with pytest.raises(OSError, match="cannot be read"), MicroBatchLoader(Numbers(9, fails_at=1), 1, 0, 1) as batches:
-        for _ in batches:
-            pass
-    assert before.issuperset(threading.enumerate())
-
-
-def test_the_background_stays_a_few_batches_ahead_and_ends_on_close() -> None:
+@pytest.mark.parametrize(("seq_length", "most"), [(1, 10), (4_000_000, 3)], ids=["short", "long"])
+def test_the_background_stays_a_few_batches_ahead_and_ends_on_close(seq_length: int, most: int) -> None:
     dataset = Numbers(1000)
     before = {*threading.enumerate()}
-    batches = MicroBatchLoader(dataset, 1, 0, 1, num_workers=1)
+    batches = MicroBatchLoader(dataset, 1, 0, 1, num_workers=1, seq_length=seq_length)
     next(batches)
     assert len({*threading.enumerate()} - before) == 1
     batches.close()
     batches.close()
     assert before.issuperset(threading.enumerate())
-    assert dataset.num_read <= 10
+    assert dataset.num_read <= most
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def test_of_long_samples_fewer_are_prepared_ahead() -> None:
-    dataset = Numbers(1000)
-    with MicroBatchLoader(dataset, 1, 0, 1, num_workers=1, seq_length=4_000_000) as batches:
-        for _ in range(3):
-            next(batches)
-    assert dataset.num_read <= 5

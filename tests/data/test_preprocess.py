@@ -1,10 +1,13 @@
-"""The command from JSON lines, compressed or not, to an indexed dataset, end to end."""
+"""The command from JSON lines, compressed or not, to an indexed dataset, end to end; the processes that encode."""
 
 import gzip
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file, in
 from megatron_terapipe.data.preprocess import main, read_lines
 from megatron_terapipe.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
+from megatron_terapipe.data.workers import WorkerProcesses, map_ahead
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 
@@ -42,7 +46,8 @@ def texts_of(prefix: Path) -> list[str]:
 def test_two_workers_write_the_bytes_of_one(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(corpus, one, "--append-eod") == 0
-    assert run(corpus, two, "--append-eod", "--workers", "2") == 0
+    # The other flags are of Megatron's scripts, and change nothing.
+    assert run(corpus, two, "--append-eod", "--workers", "2", "--dataset-impl", "mmap", "--log-interval", "9") == 0
     for file in (data_file, index_file):
         written = [file(f"{prefix}_text_document").read_bytes() for prefix in (one, two)]
         assert written[0] == written[1]
@@ -173,10 +178,6 @@ def test_input_that_cannot_be_used_is_one_clear_line(
     assert message in error
 
 
-def test_flags_of_megatrons_scripts_without_effect(corpus: Path, tmp_path: Path) -> None:
-    assert run(corpus, tmp_path / "c", "--dataset-impl", "mmap", "--log-interval", "1000") == 0
-
-
 # Larger than one read, also when compressed.
 LINES = [f"{number} {hash((number, 1)) % 10**18}\n".encode() for number in range(30_000)] + [b"no line end"]
 CONTENT = b"".join(LINES)
@@ -236,3 +237,28 @@ def test_without_the_package_the_error_says_how_to_install_it(tmp_path: Path, mo
         DataError, match=r"needs the package zstandard, .*: pip install zstandard .extra: data., or decompress"
     ):
         list(read_lines(path))
+
+
+def work(item: str) -> str:
+    """Answer, fail or die, depending on the item."""
+    if item == "fail":
+        raise DataError("this item cannot be worked on")
+    if item == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item.upper()
+
+
+def results(items: list[str]) -> list[str]:
+    with WorkerProcesses(work, 2) as call, ThreadPoolExecutor(2) as threads:
+        return list(map_ahead(threads, call, items, window=4))
+
+
+def test_results_come_in_the_order_of_the_items_however_large() -> None:
+    items = [letter * size for letter in "abc" for size in (1, 1 << 20)]
+    assert results(items) == [item.upper() for item in items]
+
+
+@pytest.mark.parametrize(("item", "message"), [("fail", "this item cannot"), ("die", "one of 2 workers was killed")])
+def test_a_failure_or_a_death_is_raised(item: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        results(["a"] * 5 + [item] + ["b" * (1 << 20)] * 20)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from os import mkfifo
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -60,6 +61,16 @@ def test_models_without_a_family_are_named(
     assert said in line
     assert line.endswith("so keep it in ours\n")
     assert not (tmp_path / "theirs").exists()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with two models in files of Hugging Face, by name."""
+    folder = tmp_path_factory.mktemp("exported")
+    for name in ("gpt2", "llama"):
+        save(whole_model(MODELS[name]), MODELS[name], folder / "ours" / name)
+        assert main(["to-huggingface", "--load", str(folder / "ours" / name), "--output", str(folder / name)]) == 0
+    return folder
 
 
 def _with(**settings: Any) -> Callable[[Path], object]:
@@ -140,11 +151,14 @@ def _with_pipe(directory: Path) -> None:
     ],
 )
 def test_damaged_files_and_tensors_that_contradict_the_settings_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, change: Callable[[Path], object], said: str
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    change: Callable[[Path], object],
+    said: str,
 ) -> None:
-    ours, theirs, back = (tmp_path / each for each in ("ours", "theirs", "back"))
-    save(whole_model(MODELS[name]), MODELS[name], ours)
-    main(["to-huggingface", "--load", str(ours), "--output", str(theirs)])
+    theirs, back = copytree(exported / name, tmp_path / "theirs"), tmp_path / "back"
     change(theirs)
     assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", back)
     assert not back.exists()

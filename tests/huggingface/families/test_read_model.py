@@ -197,54 +197,26 @@ def test_a_model_is_written_as_the_first_family_that_has_it() -> None:
     assert family_of(read("opt")).name == "gpt2"
 
 
-def sizes(layers: int, hidden: int, ffn: int, heads: int, key_heads: int, words: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "vocab_size": words,
-    }
+def sizes(*numbers: int) -> dict[str, int]:
+    """Layers, hidden size, width of MLPs, heads, key heads and words."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "vocab_size"), numbers, strict=True))
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "published"),
     [
         ("llama", sizes(32, 4096, 14336, 32, 8, 128256), 8.03e9),
-        ("qwen2", sizes(28, 3584, 18944, 28, 4, 152064), 7.62e9),
-        ("qwen3", sizes(36, 4096, 12288, 32, 8, 151936), 8.19e9),
-        ("gemma", sizes(18, 2048, 16384, 8, 1, 256000), 2.51e9),
         ("gemma2", sizes(42, 3584, 14336, 16, 8, 256000), 9.24e9),
-        ("gemma3_text", sizes(26, 1152, 6912, 4, 1, 262144), 1.00e9),
-        ("phi3", sizes(32, 3072, 8192, 32, 32, 32064), 3.82e9),
-        ("olmo2", sizes(32, 4096, 11008, 32, 32, 100352), 7.30e9),
-        ("smollm3", sizes(36, 2048, 11008, 16, 4, 128256), 3.08e9),
         ("granite", {**sizes(40, 2048, 8192, 32, 8, 49155), "tie_word_embeddings": True}, 2.53e9),
         ("mixtral", {}, 46.7e9),
         ("qwen3_moe", {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True}, 30.5e9),
-        ("olmoe", {"intermediate_size": 1024}, 6.92e9),
-        (
-            "granitemoe",
-            {**sizes(24, 1024, 512, 16, 8, 49155), "num_local_experts": 32, "tie_word_embeddings": True},
-            1.33e9,
-        ),
         ("glm4_moe", {"attention_bias": True}, 106.85e9),
         ("qwen3_next", {}, 79.7e9),
-        ("qwen3_5_text", {}, 8.95e9),
-        ("qwen3_5_moe_text", {}, 34.7e9),
         ("gpt_neox", {**sizes(24, 2048, 8192, 16, 16, 50304), "rotary_pct": 0.25}, 1.41e9),
-        ("starcoder2", sizes(30, 3072, 12288, 24, 2, 49152), 3.03e9),
-        ("stablelm", {**sizes(24, 2048, 5632, 32, 32, 100352), "use_qkv_bias": True}, 1.64e9),
         ("falcon", {**sizes(32, 4544, 0, 71, 1, 65024), "num_kv_heads": 71}, 6.92e9),
         ("opt", {**sizes(24, 2048, 0, 32, 32, 50272), "ffn_dim": 8192, "word_embed_proj_dim": 2048}, 1.32e9),
-        (
-            "gpt_bigcode",
-            {"n_layer": 40, "n_embd": 6144, "n_head": 48, "n_positions": 8192, "vocab_size": 49152},
-            15.5e9,
-        ),
         ("gptj", {}, 6_050_882_784),
-        ("phi", {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32}, 2.78e9),
         ("cohere", {}, 34.98e9),
     ],
 )
