@@ -116,29 +116,17 @@ class Calibrations:
 
 
 FORMAT, VERSION = "terapipe calibration", 2
-LISTS = ("kinds", "inside_bandwidths", "network_bandwidths", "notes")
 
 
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     """Write a calibration file."""
-    entries = [
-        {
-            **{name: getattr(one, name) for name in ("source", "device", "several_nodes", "interleaves_token_slices")},
-            **{name: getattr(one, name) for name in ("num_trials", "num_memory_trials", *LISTS)},
-            "physics": asdict(one.efficiency or HardwareEfficiency()),
-            "memory_physics": None if one.memory_overheads is None else asdict(one.memory_overheads),
-            "memory_sd": one.memory_sd,
-            "intervals": _interval_document(one.intervals),
-            "other_kinds": None if one.other_kinds is None else _interval_document(one.other_kinds),
-        }
-        for one in calibrations
-    ]
+    entries = [asdict(one) for one in calibrations]
+    for entry in entries:
+        del entry["factors"]
+        entry["physics"] = entry.pop("efficiency") or asdict(HardwareEfficiency())
+        entry["memory_physics"] = entry.pop("memory_overheads")
     document = {"format": FORMAT, "version": VERSION, "calibrations": entries}
-    write_text(path, json.dumps(document, indent=1) + "\n")
-
-
-def _interval_document(intervals: Intervals) -> dict[str, Any]:
-    return {**vars(intervals), "covariance": intervals.covariance.tolist()}
+    write_text(path, json.dumps(document, indent=1, default=np.ndarray.tolist) + "\n")
 
 
 def _row_of(number: int) -> Any:

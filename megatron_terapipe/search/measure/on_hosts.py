@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
@@ -35,6 +37,9 @@ PART = 3000
 LINES_SHOWN = 15
 """Last lines of the other output that are shown if a rank fails."""
 
+SIZES = TypeAdapter(MeasuredSizes)
+"""Reads and writes the word of a rank's command line with the sizes that it must measure."""
+
 
 def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Iterator[Progress | Profile]:
     """Measure on all slots of a hostfile, and yield how far it is; the profile comes last."""
@@ -43,7 +48,7 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     package = str(Path(__file__).parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
     words = [launcher(), "--hostfile", hostfile, "--master_port", str(free_port()), "--no_local_rank", "--module"]
-    words += ["megatron_terapipe.search.measure.on_hosts", _encoded(json.dumps(sizes.to_json()))]
+    words += ["megatron_terapipe.search.measure.on_hosts", _encoded(SIZES.dump_json(sizes).decode())]
     check_remote_words([*words, environment["PYTHONPATH"]], Path.cwd())
     hosts = [host.name for host in parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)]
     others: deque[str] = deque(maxlen=LINES_SHOWN)
@@ -70,11 +75,6 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
             raise ConfigError(f"the ranks on {hostfile} could not measure (exit code {code}): see the lines above")
 
 
-def sizes_of(word: str) -> MeasuredSizes:
-    """Return the sizes that a rank must measure, from its command line."""
-    return MeasuredSizes.from_json(json.loads(_decoded(word)))
-
-
 def lines_of(message: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a message of the first rank."""
     text = _encoded(json.dumps(message))
@@ -96,7 +96,7 @@ def main(word: str) -> int:
     """Measure the sizes in a word of the command line, and return the exit code; the first rank prints the profile."""
     import torch.distributed as dist
 
-    sizes, begun = sizes_of(word), time.perf_counter()
+    sizes, begun = SIZES.validate_json(_decoded(word)), time.perf_counter()
     engine = None
     try:
         # The others wait for the first host where they meet.

@@ -1,10 +1,10 @@
 """Sizes of layers and messages to measure, the most informative first, and the classes of links between ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
@@ -44,19 +44,6 @@ class MeasuredSizes:
                     f"--num-token-slices {number} does not divide the {self.model.seq_length} tokens of a sequence: "
                     "leave it out"
                 )
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "MeasuredSizes":
-        """Return the sizes that `to_json` wrote."""
-        values: dict[str, Any] = dict(document, model=ModelConfig(**document["model"]))
-        values |= {name: tuple(value) for name, value in document.items() if isinstance(value, list)}
-        return cls(**values)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of these sizes."""
-        document = asdict(self)
-        del document["model"]["model_preset"]
-        return document
 
     def runs(self, tensor_parallel_size: int, recompute: str) -> Iterator["MeasuredRun"]:
         """Runs of one size of the ranks, first the extremes, between which times are interpolated."""

@@ -8,16 +8,15 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.measure import on_hosts
 from megatron_terapipe.search.measure.machine import Progress
-from megatron_terapipe.search.measure.on_hosts import measure_hosts
-from megatron_terapipe.search.measure.sizes import MeasuredSizes
+from megatron_terapipe.search.measure.on_hosts import SIZES, measure_hosts
 from megatron_terapipe.search.price.profile import profile_to_json
 from tests.search.measure.test_measure import sizes
 from tests.search.price.profiles import profile
 
 LAUNCHER = """#!{python}
 import sys
-from megatron_terapipe.search.measure.on_hosts import lines_of, sizes_of
-assert sizes_of(sys.argv[-1]).micro_batch_sizes == (2, 1)
+from megatron_terapipe.search.measure.on_hosts import SIZES, _decoded, lines_of
+assert SIZES.validate_json(_decoded(sys.argv[-1])) == SIZES.validate_json({sizes!r})
 print("host-1: a warning of a package")
 for message in {messages!r}:
     for line in lines_of(message):
@@ -29,7 +28,9 @@ sys.exit({code})
 def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, messages: list[object], code: int = 0) -> list[object]:
     """Messages from a launcher that puts the name of the host before each line."""
     program = folder / "deepspeed"
-    program.write_text(LAUNCHER.format(python=sys.executable, messages=messages, code=code))
+    program.write_text(
+        LAUNCHER.format(python=sys.executable, messages=messages, code=code, sizes=SIZES.dump_json(sizes()))
+    )
     program.chmod(0o755)
     # After a failed launch, its remaining processes on hosts are ended.
     (folder / "pdsh").write_text("#!/bin/sh\nexit 0\n")
@@ -38,10 +39,6 @@ def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, messages: list[object]
     Path("hostfile").write_text("host-1 slots=1\n")
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return list(measure_hosts(sizes(), "hostfile", on_cpu=True))
-
-
-def test_sizes_to_json_and_back() -> None:
-    assert MeasuredSizes.from_json(sizes().to_json()) == sizes()
 
 
 def test_a_profile_comes_back_through_the_launchers_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
