@@ -11,9 +11,9 @@ import pytest
 from benchmarks.published.rows import tables, trials_of_rows
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.trials import Trial, models_of, read_trials
+from megatron_terapipe.search.learn.fit import cost_model_of
+from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.learn.validation import folds_of
-from megatron_terapipe.search.price.cost_model import CostModel
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials" / "experts.jsonl"
@@ -128,10 +128,7 @@ def published_trials(folder: Path, left_out: Counter[str] | None = None) -> list
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Trial, float]]:
     """Trials in bf16, and their predicted seconds with nothing fitted."""
     trials = [one for one in published_trials(tmp_path_factory.mktemp("rows")) if one.precision == "bf16"]
-    models = models_of(
-        trials, lambda one: CostModel(one.workload, one.cluster, software=one.software, precision=one.precision)
-    )
-    return [(one, model.predict_time(one.strategy).iteration_time_s) for one, model in zip(trials, models, strict=True)]
+    return [(one, cost_model_of(one).predict_time(one.strategy).iteration_time_s) for one in trials]
 
 
 def mean_error(predicted: Iterable[tuple[Trial, float]]) -> float:

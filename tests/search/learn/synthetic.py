@@ -8,13 +8,14 @@ import numpy as np
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.machine import library
-from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import MemoryModel, MemoryOverheads
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
+from tests.search.price.machines import NODE
 
 MODEL = ModelConfig(num_layers=16, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=51200)
 WORKLOAD = gpt_workload(MODEL)
@@ -22,13 +23,8 @@ WORKLOAD = gpt_workload(MODEL)
 
 def a100s(num_nodes: int = 2) -> Cluster:
     """Nodes of eight A100s."""
-    inside, network = Link(bandwidth=300e9, latency_s=3e-6), Link(bandwidth=25e9, latency_s=5e-6)
-    device = library.device("A100-80GB")
-    nodes = tuple(
-        Node(name=f"n{index}", device=device, num_devices=8, inside=inside, network=network, num_network_cards=4)
-        for index in range(num_nodes)
-    )
-    return Cluster(nodes=nodes, name="a100s")
+    node = replace(NODE, device=library.device("A100-80GB"))
+    return Cluster(nodes=tuple(replace(node, name=f"n{index}") for index in range(num_nodes)), name="a100s")
 
 
 CLUSTER = a100s()

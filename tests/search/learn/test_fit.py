@@ -12,11 +12,10 @@ from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.strategy import Strategy
-from tests.search.learn.synthetic import trial
-from tests.search.price.machines import GPT, nodes, strategy
+from tests.search.learn.synthetic import CLUSTER, WORKLOAD, measured, trial
+from tests.search.price.machines import strategy
 
 PRIOR = Prior.of(HardwareEfficiency())
-CLUSTER = nodes(2)
 TRUTH = HardwareEfficiency(
     gemm_efficiency=0.6, memory_efficiency=0.6, network_efficiency=0.3, inside_efficiency=0.5, launch_s=60e-6
 )
@@ -37,23 +36,17 @@ def strategies(sizes: Sequence[int] = (1, 4)) -> list[Strategy]:
     ]
 
 
-def measured(one: Strategy, seconds: float | None, **changes: object) -> Trial:
-    return trial(one, seconds, workload=GPT, cluster=CLUSTER, precision="bf16", **changes)
+def trials(sizes: Sequence[int] = (1, 4)) -> list[Trial]:
+    return measured(strategies(sizes), efficiency=TRUTH, noise=0.01)
 
 
-def trials(noise: float = 0.01, sizes: Sequence[int] = (1, 4)) -> list[Trial]:
-    model = CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=TRUTH)
-    draw = np.random.default_rng(0)
-    return [
-        measured(one, model.predict_time(one).iteration_time_s * float(np.exp(noise * draw.normal())), group=str(index))
-        for index, one in enumerate(strategies(sizes))
-    ]
+def model_with(efficiency: HardwareEfficiency) -> CostModel:
+    return CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=efficiency, precision="fp16")
 
 
 def errors(efficiency: HardwareEfficiency) -> np.ndarray:
     """Relative errors on other strategies than those that were measured."""
-    truth = CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=TRUTH)
-    guess = truth.with_efficiency(efficiency)
+    truth, guess = model_with(TRUTH), model_with(efficiency)
     others = strategies((8,))
     ratio = [guess.predict_time(one).iteration_time_s / truth.predict_time(one).iteration_time_s for one in others]
     return np.abs(np.array(ratio) - 1)
@@ -100,17 +93,12 @@ def test_one_failed_measurement_does_not_spoil_the_rest() -> None:
 def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     known = trials(sizes=(2,))
     slow = strategies((1,))[0]
-    time = CostModel(GPT, CLUSTER, software=MEGATRON_LM).predict_time(slow).iteration_time_s
-    harmless = measured(slow, None, longer_than_s=0.1 * time)
+    time = model_with(HardwareEfficiency()).predict_time(slow).iteration_time_s
+    harmless, telling = (trial(slow, None, longer_than_s=factor * time) for factor in (0.1, 1.5))
     assert fit_efficiency(Sample([harmless])).efficiency == HardwareEfficiency()
-    telling = measured(slow, None, longer_than_s=1.5 * time)
-    assert (
-        CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=fit_efficiency(Sample([telling])).efficiency)
-        .predict_time(slow)
-        .iteration_time_s
-        > 1.2 * time
-    )
-    failed = measured(slow, None)
+    fitted = fit_efficiency(Sample([telling])).efficiency
+    assert model_with(fitted).predict_time(slow).iteration_time_s > 1.2 * time
+    failed = trial(slow, None)
     assert len(Sample([*known, failed])) == len(known)
 
 

@@ -8,10 +8,10 @@ import pytest
 from benchmarks import published
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.learn.fit import cost_model_of
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine import library
 from megatron_terapipe.search.machine.trainer_files import OF_PACKAGE, Trainers, read_trainers
-from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import Counted, MemoryModel
 from megatron_terapipe.search.price.roofline import Roofline
@@ -131,8 +131,7 @@ def on_h100(changes: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def time_s(trial: Trial) -> float:
-    model = CostModel(trial.workload, trial.cluster, software=trial.software, precision=trial.precision)
-    return model.predict_time(trial.strategy).iteration_time_s
+    return cost_model_of(trial).predict_time(trial.strategy).iteration_time_s
 
 
 def counted(trial: Trial) -> Counted:

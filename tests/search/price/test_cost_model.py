@@ -37,14 +37,6 @@ def test_the_breakdown_adds_up() -> None:
         assert 0 < predicted.bubble_ratio < 0.5
 
 
-def test_the_peak_bounds_it() -> None:
-    layout = {"data_parallel_size": 16, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "micro_batch_size": 4}
-    predicted = CostModel(GPT, TWO, software=MEGATRON_LM).predict_time(strategy(**layout))
-    flops = 4 * 64 * sum(layer.forward_flops(0, 2048) for layer in GPT.layers)
-    share = flops / predicted.breakdown.compute_s / (16 * A100.half_flops)
-    assert 0.35 < share < HardwareEfficiency().gemm_efficiency
-
-
 class Given:
     """Op times that a test gives: seconds by kind of layer."""
 

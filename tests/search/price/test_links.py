@@ -39,18 +39,6 @@ def groups(count: int, dp: int, tp: int, pp: int, **changes: object) -> RankGrou
     return RankGroups(ClusterTable.of(nodes(count, **changes)), layout)
 
 
-def test_sequence_parallel_ranks_are_between_tensor_and_data_parallel_ones() -> None:
-    # Nodes of 8: each holds four tensor-parallel groups of one replica, and each sequence-parallel group of it.
-    layout = ParallelLayout(data_parallel_size=2, sequence_parallel_size=4, tensor_parallel_size=2)
-    found = RankGroups(ClusterTable.of(nodes(2)), layout)
-    assert found.nodes.tolist() == [[[[0, 0]] * 4, [[1, 1]] * 4]]
-    assert (found.sequence.size, found.sequence.num_nodes.tolist()) == (4, [1])
-    assert (found.data.size, found.data.num_nodes.tolist()) == (8, [2])
-    # Over two nodes two groups of eight have four ranks each on a node, and half of its four cards.
-    wide = RankGroups(ClusterTable.of(nodes(2)), ParallelLayout(sequence_parallel_size=8, tensor_parallel_size=2))
-    assert (wide.sequence.num_nodes.tolist(), wide.sequence.network_bandwidth.tolist()) == ([2], [2 * 25e9])
-
-
 def test_ranks_that_divide_states() -> None:
     # 2 nodes of 8: 16 ranks with the same weights; the 8 of a node divide states, and 8 pairs share 4 cards.
     every, (group, copies) = groups(2, dp=16, tp=1, pp=1).shards(None), groups(2, dp=16, tp=1, pp=1).shards(8)

@@ -11,17 +11,16 @@ from statistics import median
 import pytest
 
 from benchmarks import published
+from megatron_terapipe.search.learn.fit import cost_model_of
 from megatron_terapipe.search.learn.trials import read_trials
-from megatron_terapipe.search.price.cost_model import CostModel
 
 RUNS = read_trials(published.RUNS)
 
 
 def error(name: str) -> float:
     run = next(each for each in RUNS if each.id == name)
-    model = CostModel(run.workload, run.cluster, software=run.software, precision=run.precision)
     assert run.iteration_time_s is not None
-    return model.predict_time(run.strategy).iteration_time_s / run.iteration_time_s - 1
+    return cost_model_of(run).predict_time(run.strategy).iteration_time_s / run.iteration_time_s - 1
 
 
 @pytest.mark.parametrize("name", [run.id for run in RUNS])
@@ -43,8 +42,8 @@ def predicted(name: str) -> list[tuple[str, str, float, float]]:
     """Group, name, measured and predicted seconds of the trials of a file."""
     rows = []
     for trial in read_trials(TRIALS / f"{name}.jsonl"):
-        model = CostModel(trial.workload, trial.cluster, software=trial.software, precision=trial.precision)
-        seconds = model.predict_time(trial.strategy, activation_limit=trial.activation_limit).iteration_time_s
+        limit = trial.activation_limit
+        seconds = cost_model_of(trial).predict_time(trial.strategy, activation_limit=limit).iteration_time_s
         assert trial.iteration_time_s is not None
         rows.append((trial.group, trial.id.rsplit(":", 1)[-1], trial.iteration_time_s, seconds))
     return rows

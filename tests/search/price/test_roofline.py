@@ -100,13 +100,6 @@ def test_selective_recompute_is_of_attention_or_of_norms() -> None:
     assert 0 < more(TERAPIPE) < more(MEGATRON_LM) < float(times(MEGATRON_LM).forward)
 
 
-def test_later_token_slices_attend_to_more() -> None:
-    grid = times(start=np.array([0.0, 1024.0]), end=np.array([1024.0, 2048.0]))
-    assert np.all(np.diff(np.asarray(grid.forward)) > 0)
-    # A cut sequence takes no less compute.
-    assert np.sum(grid.forward) > times().forward
-
-
 def attending(**settings: object) -> Layer:
     assert BLOCK.attention is not None
     return replace(BLOCK, attention=replace(BLOCK.attention, **settings))
