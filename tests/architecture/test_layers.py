@@ -192,7 +192,7 @@ LAYERS = (
             *("megatron_terapipe.search.answer.*_command", "megatron_terapipe.search.measure*"),
         ),
         ("deepspeed_ext", "megatron_terapipe"),
-        ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml", "shtab"),
+        ("torch", "deepspeed", "numpy", "pydantic", "tqdm", "rich", "yaml", "shtab"),
     ),
     Layer(("setup",), packages=("setuptools",)),
 )

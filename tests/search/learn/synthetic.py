@@ -54,6 +54,11 @@ def trial(strategy: Strategy, seconds: float | None, **more: object) -> Trial:
     return Trial(strategy=strategy, iteration_time_s=seconds, **(values | more))  # type: ignore[arg-type]
 
 
+def model_with(efficiency: HardwareEfficiency | None = None) -> CostModel:
+    """The model that prices these trials; None = with the default constants."""
+    return CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=efficiency, precision="fp16")
+
+
 def measured(
     strategies: Sequence[Strategy] = tuple(STRATEGIES),
     *,
@@ -64,7 +69,7 @@ def measured(
     seed: int = 0,
 ) -> list[Trial]:
     """Trials whose times and peaks are predictions, with some noise; two neighbours make a group."""
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=efficiency, precision="fp16")
+    model = model_with(efficiency)
     memory = MemoryModel(
         workload=WORKLOAD,
         cluster=CLUSTER,

@@ -35,12 +35,11 @@ from megatron_terapipe.search.learn.fit import GroupEffects
 from megatron_terapipe.search.machine import library
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.library import device
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.strategy import Strategy
-from tests.search.learn.synthetic import CLUSTER, STRATEGIES, WORKLOAD, a100s, failed, measured
+from tests.search.learn.synthetic import CLUSTER, STRATEGIES, a100s, failed, measured, model_with
 
 
 def test_quantile_has_its_coverage() -> None:
@@ -68,8 +67,8 @@ def test_intervals_contain_unseen_trials() -> None:
     true = HardwareEfficiency(launch_s=60e-6, inside_efficiency=0.5)
     trials = measured(efficiency=true, noise=0.05)
     calibration = calibrate(trials[::2])
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=calibration.efficiency, precision="fp16")
-    unfitted = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+    model = model_with(calibration.efficiency)
+    unfitted = model_with()
 
     def interval(found: Calibration, priced_by: CostModel, strategy: Strategy, time_s: float) -> tuple[float, float]:
         return found.intervals_s(priced_by, [strategy], [time_s])[0]
@@ -88,7 +87,7 @@ def test_intervals_contain_unseen_trials() -> None:
 
 
 def test_intervals_are_wider_on_devices_that_no_table_is_of() -> None:
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+    model = model_with()
 
     def half_width(name: str) -> float:
         nodes = tuple(replace(node, device=device(name)) for node in CLUSTER.nodes)
@@ -168,7 +167,7 @@ def test_chosen_trials_beat_random_ones() -> None:
 
 
 def test_strategies() -> None:
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+    model = model_with()
     chosen = propose_strategies(model, STRATEGIES, no_calibration(), 4)
     assert len(chosen) == 4 and all(strategy in STRATEGIES for strategy in chosen)
     # Layouts that differ, since each shows other links and sizes of products.
@@ -223,7 +222,7 @@ def test_errors(
 
 
 def a_width(calibration: Calibration, strategy: Strategy) -> float:
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=calibration.efficiency, precision="fp16")
+    model = model_with(calibration.efficiency)
     ((low, high),) = calibration.intervals_s(model, [strategy], [1.0])
     return float(np.log(high / low))
 

@@ -8,11 +8,9 @@ import pytest
 
 from megatron_terapipe.search.learn.fit import OFFSETS, FittedEfficiency, GroupEffects, Sample, fit_efficiency
 from megatron_terapipe.search.learn.trials import Trial
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
-from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.strategy import Strategy
-from tests.search.learn.synthetic import CLUSTER, WORKLOAD, measured, trial
+from tests.search.learn.synthetic import measured, model_with, trial
 from tests.search.price.machines import strategy
 
 PRIOR = Prior.of(HardwareEfficiency())
@@ -38,10 +36,6 @@ def strategies(sizes: Sequence[int] = (1, 4)) -> list[Strategy]:
 
 def trials(sizes: Sequence[int] = (1, 4)) -> list[Trial]:
     return measured(strategies(sizes), efficiency=TRUTH, noise=0.01)
-
-
-def model_with(efficiency: HardwareEfficiency) -> CostModel:
-    return CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=efficiency, precision="fp16")
 
 
 def errors(efficiency: HardwareEfficiency) -> np.ndarray:
@@ -93,7 +87,7 @@ def test_one_failed_measurement_does_not_spoil_the_rest() -> None:
 def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     known = trials(sizes=(2,))
     slow = strategies((1,))[0]
-    time = model_with(HardwareEfficiency()).predict_time(slow).iteration_time_s
+    time = model_with().predict_time(slow).iteration_time_s
     harmless, telling = (trial(slow, None, longer_than_s=factor * time) for factor in (0.1, 1.5))
     assert fit_efficiency(Sample([harmless])).efficiency == HardwareEfficiency()
     fitted = fit_efficiency(Sample([telling])).efficiency
