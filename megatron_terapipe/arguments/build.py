@@ -7,6 +7,7 @@ A layer is a source of values: a function of the command line and of the values 
 `config.json`, a checkpoint or a folder of Hugging Face; a strategy from a file, or from the search (`--strategy auto`).
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,8 +116,9 @@ def preset(line: CommandLine, above: Values) -> Iterator[Part]:
     if not name:
         return
     family, settings, source = None, None, f"--model-preset {name}"
-    if name not in MODEL_PRESETS and ("/" in name or Path(name).exists()):
-        if not Path(name).exists() and not name.endswith(".json"):
+    there = os.path.exists(name)  # Path.exists raises on a name that is too long.
+    if name not in MODEL_PRESETS and ("/" in name or there):
+        if not there and not name.endswith(".json"):
             raise ConfigError(
                 f"{source} is not here, and is not downloaded: download {CONFIG_FILE} of the model, and give its path"
             )

@@ -16,6 +16,7 @@ starts the same command again when a rank has died. Its `--load` may then be old
 so a restarted run loads the latter (`after_restart`).
 """
 
+import errno
 import os
 import sys
 import traceback
@@ -77,6 +78,8 @@ class EndOfRun:
             case UserError():
                 reports = self.launch.rank == 0 if isinstance(error, AGREED) else first_of_host or self.in_process_group
                 self._end(BAD_INPUT, f"error: {error}" if reports else "")
+            case OSError(errno=errno.ENAMETOOLONG, filename=name):
+                self._end(BAD_INPUT, f"error: {name} is longer than the name of a file may be" if first_of_host else "")
             case KeyboardInterrupt():
                 self._end(INTERRUPTED, f"interrupted: {remedy(self.save)}" if first_of_host else "")
         self.after_report.close()

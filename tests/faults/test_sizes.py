@@ -53,6 +53,11 @@ SIZES: list[tuple[str, str, str, dict[str, object]]] = [
     (TRAIN, "--distributed-timeout-minutes 1e-9", "give 0.1 or more", {}),
     (TRAIN, "--lr 1e10", "--lr 10000000000.0", {}),
     (TRAIN, f"--seed {'9' * 5000}", "--seed", {}),
+    *(
+        (TRAIN, f"--{flag} {'x' * 300}", "is longer than the name of a file may be", {})
+        for flag in ("load", "metrics-file")
+    ),
+    (TRAIN, f"--model-preset {'x' * 300}", "is not known", {}),
     (TRAIN, "--rampup-batch-size 1 1 10000000000000 --global-batch-size 1000000000", "999,999,999", {}),
     (TRAIN, "--eval-global-batch-size 1000000000", "forwards", {}),
     (TRAIN, "--position-embedding-type rope --no-rope-freq ([1]*100000*100000)", "--no-rope-freq", {}),
