@@ -38,27 +38,20 @@ GUESS = "a guess"
 """Source of figures that have none."""
 
 GENERATIONS: Mapping[str, str] = {
-    "P100": "pascal",
-    "V100": "volta",
-    "T4": "turing",
-    "RTX 20": "turing",
-    "A10G": "ampere",
-    "A10, A30": "ampere",
-    "A40": "ampere",
-    "A100": "ampere",
-    "A800": "ampere",
-    "RTX 30": "ampere",
-    "L4, L40S": "ada",
-    "RTX 40": "ada",
-    "H100": "hopper",
-    "H800": "hopper",
-    "H200": "hopper",
-    "GH200": "hopper",
-    "B200": "blackwell",
-    "GB200": "blackwell",
-    "MI250X": "cdna2",
-    "MI300X": "cdna3",
-    GUESS: "cpu",
+    source: generation
+    for generation, sources in (
+        ("pascal", ("P100",)),
+        ("volta", ("V100",)),
+        ("turing", ("T4", "RTX 20")),
+        ("ampere", ("A10G", "A10, A30", "A40", "A100", "A800", "RTX 30")),
+        ("ada", ("L4, L40S", "RTX 40")),
+        ("hopper", ("H100", "H800", "H200", "GH200")),
+        ("blackwell", ("B200", "GB200")),
+        ("cdna2", ("MI250X",)),
+        ("cdna3", ("MI300X",)),
+        ("cpu", (GUESS,)),
+    )
+    for source in sources
 }
 """Architecture of the devices of each row of the list above, which decides how well kernels run."""
 
@@ -112,7 +105,9 @@ class LibraryDevice:
     """Largest power limit of the board; None = not known."""
 
 
-_ROWS: tuple[tuple[str, str, str, int, float, float, float, float | None, str], ...] = (
+_Row = tuple[str, str, str, int, float, float, float, float | None, str]
+
+_ROWS: tuple[_Row, ...] = (
     # Name, source, usual machine, MiB, GB/s, TFLOP/s in half and in single precision, watts, other names.
     ("P100-SXM2-16GB",  "P100",     "dgx-1-p100",     16276,  732,   21.2,  10.6,  300, "P100 P100-16GB Tesla-P100"),
     ("V100-SXM2-16GB",  "V100",     "p3.16xlarge",    16160,  900,    125,  15.7,  300,
@@ -164,17 +159,8 @@ _ROWS: tuple[tuple[str, str, str, int, float, float, float, float | None, str], 
 )  # fmt: skip
 
 
-def _library_device(
-    name: str,
-    source: str,
-    machine: str,
-    memory_mib: int,
-    memory_gb_per_s: float,
-    half: float,
-    single: float,
-    watts: float | None,
-    aliases: str,
-) -> LibraryDevice:
+def _library_device(row: _Row) -> LibraryDevice:
+    name, source, machine, memory_mib, memory_gb_per_s, half, single, watts, aliases = row
     device = Device(
         name=name,
         memory_bytes=float(memory_mib * MIB),
@@ -187,7 +173,7 @@ def _library_device(
     return LibraryDevice(device=device, source=source, machine=machine, aliases=tuple(aliases.split()), power_w=watts)
 
 
-DEVICES: Mapping[str, LibraryDevice] = {row[0]: _library_device(*row) for row in _ROWS}
+DEVICES: Mapping[str, LibraryDevice] = {row[0]: _library_device(row) for row in _ROWS}
 """Every device by its name."""
 
 OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig"}

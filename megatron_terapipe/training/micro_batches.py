@@ -60,16 +60,10 @@ def documents_reader(data: DataConfig, *, numbered: bool = False) -> Callable[[M
     """
     if not data.separates_documents:
         return None
-
-    def read(batch: MicroBatch) -> Documents:
-        return Documents(
-            batch.document_starts,
-            attend_apart=data.reset_attention_mask,
-            positions_restart=data.reset_position_ids,
-            numbered=numbered,
-        )
-
-    return read
+    apart, restart = data.reset_attention_mask, data.reset_position_ids
+    return lambda batch: Documents(
+        batch.document_starts, attend_apart=apart, positions_restart=restart, numbered=numbered
+    )
 
 
 @contextmanager

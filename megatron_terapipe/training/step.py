@@ -245,63 +245,37 @@ def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, opti
     return dict(zip(clock.names, zip(*(row.tolist() for row in rows), strict=True), strict=True))
 
 
-class Profiler:
-    """Records the iterations and the ranks of the flags, with names of ops and phases."""
+class Instruments:
+    """Instruments of the flags: timers, zeros in gradients, and a profiler with names of ops and phases."""
 
     def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
-        self._engine, self._note = engine, note
+        self._engine, self._note, self._option = engine, note, logging.timing_log_option
+        level = logging.timing_log_level
+        self._clock = PhaseClock(parts=level > 1) if level else None
+        self._zeros = ZeroGradients(engine) if logging.log_num_zeros_in_grad else None
         chosen = logging.profile and engine.global_rank in logging.profile_ranks
-        self._iterations = logging.profiled_iterations if chosen else range(0)
-        self._recorder: Any = None
+        self._profiled = logging.profiled_iterations if chosen else range(0)
+        self._recorder: Any = torch.cuda.profiler
         if chosen and logging.use_pytorch_profiler:
             directory, name = str(logging.tensorboard_dir), f"rank{engine.global_rank}"
             handler = torch.profiler.tensorboard_trace_handler(directory, worker_name=name)
             self._recorder = torch.profiler.profile(record_shapes=True, with_stack=True, on_trace_ready=handler)
-        elif chosen:
-            self._recorder = torch.cuda.profiler
         self._records = False
 
     @contextmanager
     def around(self, iteration: int) -> Iterator[None]:
-        """Record an iteration, counted from 1, if it is one of them."""
-        if iteration not in self._iterations:
-            yield
-            return
-        if not self._records:
+        """Measure an iteration, counted from 1, and record it if it is to be profiled."""
+        profiled = iteration in self._profiled
+        if profiled and not self._records:
             self._recorder.start()
             self._records = True
-        with self._engine.observers.joined_by(ProfilerRanges()):
-            yield
-        if iteration == self._iterations[-1]:
-            self.close()
-
-    def close(self) -> None:
-        """Stop recording."""
-        if self._records:
-            self._recorder.stop()
-            self._records = False
-            self._note(f" profiled iterations {self._iterations[0]} to {self._iterations[-1]}")
-
-
-class Instruments:
-    """Instruments of the flags: profiler, timers, and the number of zeros in gradients."""
-
-    def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
-        self._engine, self._option = engine, logging.timing_log_option
-        level = logging.timing_log_level
-        self._clock = PhaseClock(parts=level > 1) if level else None
-        self._zeros = ZeroGradients(engine) if logging.log_num_zeros_in_grad else None
-        self._profiler = Profiler(logging, engine, note)
-
-    @contextmanager
-    def around(self, iteration: int) -> Iterator[None]:
-        """Measure an iteration, counted from 1."""
         with ExitStack() as entered:
-            entered.enter_context(self._profiler.around(iteration))
-            for observer in (self._clock, self._zeros):
+            for observer in (ProfilerRanges() if profiled else None, self._clock, self._zeros):
                 if observer is not None:
                     entered.enter_context(self._engine.observers.joined_by(observer))
             yield
+        if profiled and iteration == self._profiled[-1]:
+            self.close()
 
     def timers(self) -> Timers | None:
         """Return the seconds of each phase of the last iteration, if measured; a collective operation of all ranks."""
@@ -312,8 +286,11 @@ class Instruments:
         return None if self._zeros is None else self._zeros.number()
 
     def close(self) -> None:
-        """Stop the profiler."""
-        self._profiler.close()
+        """Stop recording."""
+        if self._records:
+            self._recorder.stop()
+            self._records = False
+            self._note(f" profiled iterations {self._profiled[0]} to {self._profiled[-1]}")
 
 
 class ExpertWatch:
