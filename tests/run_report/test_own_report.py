@@ -34,11 +34,13 @@ def test_it_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == f" wrote the report {logging.report}\n"
 
 
-def test_it_is_written_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_written_only_if_asked_and_with_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     OwnReport(LoggingConfig()).write()
     OwnReport(LoggingConfig(metrics_file=str(tmp_path / "none"), report=str(tmp_path / "r"))).write()
     OwnReport(LoggingConfig(metrics_file=str(tmp_path / "none"))).write_end("killed", failed=True)
     assert (list(tmp_path.iterdir()), capsys.readouterr().out) == ([], "")
+    with pytest.raises(ConfigError, match=r"--report report.html .*--metrics-file"):
+        LoggingConfig(report="report.html")
 
 
 def test_an_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,8 +129,3 @@ def test_it_takes_a_hundredth_of_the_time_of_training(monkeypatch: pytest.Monkey
         report.refresh_if_due()
     assert written_at[:2] == [100.0, 150.5]
     assert len(written_at) * takes_s <= now_s[0] / 100
-
-
-def test_it_needs_metrics() -> None:
-    with pytest.raises(ConfigError, match=r"--report report.html .*--metrics-file"):
-        LoggingConfig(report="report.html")

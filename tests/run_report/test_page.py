@@ -1,12 +1,17 @@
-"""The page of a report: it parses, loads no other file, and has all sections. The command: its files and errors."""
+"""The page of a report: it parses, loads no other file, has all sections, and shows loads of experts. The command."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.run_report.__main__ import main
+from megatron_terapipe.run_report.metrics_file import line_of
+from megatron_terapipe.run_report.page import LEVELS, MOST_COLUMNS, expert_pictures
+from megatron_terapipe.training.records import ExpertLoads, latest_loads
 from tests.html_pages import Page
 from tests.run_report.made_up import START, lines_of, whole_run, write_answer, write_lines, write_timeline
 
@@ -75,3 +80,92 @@ def test_errors_are_one_line(words: list[str], line: str, capsys: pytest.Capture
     assert main(words) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(line) and printed.err.count("\n") == 1
+
+
+EVEN = (1.0, 1.0, 1.0, 1.0)
+
+
+def loads(iteration: int, *of_layers: tuple[float, ...], iterations: int = 50) -> ExpertLoads:
+    return ExpertLoads(
+        iteration=iteration, iterations=iterations, layers=tuple(range(1, len(of_layers) + 1)), loads=of_layers
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "starved"),
+    [
+        # Too few iterations; then the mean of the last 100, without those before.
+        ([loads(50, (0.0, 2.0, 1.0, 1.0))], []),
+        ([loads(50, (0.0, 2.0, 1.0, 1.0)), loads(100, (0.21, 1.79, 1.0, 1.0))], []),
+        ([loads(50, (0.0, 2.0, 1.0, 1.0)), loads(100, (0.19, 1.81, 1.0, 1.0))], [(0.095, 1, 0)]),
+        ([loads(50, (0.0, 2.0, 1.0, 1.0)), loads(100, EVEN), loads(150, EVEN)], []),
+        # Weighted by iterations.
+        (
+            [loads(20, (0.0, 2.0, 1.0, 1.0), iterations=20), loads(100, (0.11, 1.89, 1.0, 1.0), iterations=80)],
+            [(0.088, 1, 0)],
+        ),
+        # The lowest first.
+        ([loads(100, (0.05, 1.95, 1.0, 1.0), (1.0, 1.0, 2.0, 0.0), iterations=100)], [(0.0, 2, 3), (0.05, 1, 0)]),
+        # Another number of experts: a model that was changed.
+        ([loads(100, (0.0, 3.0, 0.0), iterations=100), loads(150, EVEN)], []),
+    ],
+)
+def test_experts_starve_over_the_last_iterations(
+    lines: list[ExpertLoads], starved: list[tuple[float, int, int]]
+) -> None:
+    latest = latest_loads(lines)
+    assert latest is not None and latest.starved == [pytest.approx(each) for each in starved]
+    assert expert_pictures(lines).count("<svg") == 3
+    assert latest_loads([]) is None and expert_pictures([]) == ""
+
+
+def test_pictures_have_a_cell_for_each_expert_and_for_each_time() -> None:
+    lines = [loads(number, EVEN, (0.05, number / 50, 3.0, 0.7), iterations=1) for number in range(1, 151)]
+    first, *over_time = re.findall(r"<svg.*?</svg>", expert_pictures(lines), re.DOTALL)
+    cells = re.findall(r'fill="(#\w+)"><title>layer (\d), (?:expert )?(\d): ([\d.]+)</title>', first)
+    colours = {bound: colour for bound, _, colour in LEVELS}
+    assert [cell for cell in cells if cell[1] == "1"] == [(colours[1.25], "1", str(each), "1.00") for each in range(4)]
+    # The mean of iterations 51 to 150 over 50.
+    assert [(colour, load) for colour, layer, _, load in cells if layer == "2"] == [
+        (colours[0.1], "0.05"),
+        (colours[4.0], "2.01"),
+        (colours[4.0], "3.00"),
+        (colours[0.8], "0.70"),
+    ]
+    busiest, least = (re.findall(r"<title>layer 2, (?:iteration )?(\d+): ([\d.]+)<", each) for each in over_time)
+    assert len(busiest) == len(least) == 50 <= MOST_COLUMNS
+    assert (
+        busiest[0] == ("3", "3.00")
+        and busiest[-1] == ("150", "3.00")
+        and {load for _, load in least} == {"0.04", "0.05"}
+    )
+
+
+def test_a_report_has_pictures_a_line_and_json_of_what_was_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uneven, even = (0.02, 1.98, 1.0, 1.0), loads(40, EVEN, EVEN, iterations=20)
+    lines = [START, *lines_of(range(1, 41)), even, replace(START, iteration=20), *lines_of(range(21, 121))]
+    lines.append(loads(120, EVEN, uneven, iterations=100))
+    metrics = write_lines(tmp_path / "metrics.jsonl", lines)
+    page = tmp_path / "report.html"
+    assert main([str(metrics), "--json", "--output", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)["runs"][0]
+    assert found["expert_loads"]["loads"] == [list(EVEN), list(uneven)] and found["expert_loads"]["iterations"] == 100
+    text = (
+        "expert 0 of layer 2 received 2.0% of an even share of tokens over the last 100 iterations: raise "
+        "--moe-aux-loss-coeff, or add --moe-router-enable-expert-bias"
+    )
+    (incident,) = (each for each in found["incidents"] if each["kind"] == "starved expert")
+    assert incident["text"] == text and (incident["first"], incident["last"]) == (21, 120)
+    assert text in page.read_text() and "<h2>Loads of experts</h2>" in page.read_text()
+    assert "iteration 40" not in re.findall(r"busiest expert.*", page.read_text())[0]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"loads": [[1.0], [1.0, 2.0]]}, {"loads": []}, {"loads": [[-1.0]]}, {"iterations": 0}, {"layers": []}]
+)
+def test_damaged_loads_are_refused(changed: dict[str, object]) -> None:
+    line = {**loads(100, EVEN).as_json(), "layers": [1], "loads": [[1.0]], **changed}
+    with pytest.raises(ConfigError, match="give a file that a run wrote"):
+        line_of(json.dumps(line))

@@ -12,30 +12,26 @@ from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, PolynomialCosts, op_costs
 from examples.terapipe.settings import solve_batch
-from megatron_terapipe.arguments import build_config
+from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.rank.token_slices import ExtrapolatedSchedule, TabulatedCosts, solve_cut
 from megatron_terapipe.strategy import Strategy
 from tests.plan.solve.cuts import all_cuts
+from tests.search.problems import node
 
 DEVICE = Device(name="card", memory_bytes=4e10, memory_bandwidth=1e12, half_flops=1e14, single_flops=1e13)
 SLOW = replace(DEVICE, name="slow card", half_flops=5e13)
 MODEL = ModelConfig(num_layers=8, hidden_size=4096, num_attention_heads=32, seq_length=4096, vocab_size=32000)
 
 
-def node(name, device):
-    inside, network = Link(bandwidth=1e11, latency_s=5e-6), Link(bandwidth=3e9, latency_s=2e-5)
-    return Node(name=name, device=device, num_devices=2, inside=inside, network=network)
-
-
 def cluster(*devices):
-    return Cluster(nodes=tuple(node(f"node{index}", device) for index, device in enumerate(devices)))
+    return Cluster(nodes=tuple(node(f"node{index}", device, network=3e9) for index, device in enumerate(devices)))
 
 
 BLOCKING = replace(MEGATRON_LM, communication=replace(MEGATRON_LM.communication, shares_transfers=False))
@@ -121,23 +117,12 @@ def test_without_counts_it_finds_a_good_number():
 def test_the_trainer_takes_the_cut(seq_length, count):
     strategy = pipeline(sequence_parallel=True)
     solved = solve_cut(model(seq_length=seq_length), strategy, counts=(count,))
-    config = build_config(
-        {
-            "num_layers": 8,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "seq_length": seq_length,
-            "micro_batch_size": 1,
-            "train_iters": 1,
-            "lr": 1e-3,
-            "data_path": ("corpus",),
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 4,
-            "sequence_parallel": True,
-            "num_token_slices": count,
-            "token_slices": ",".join(map(str, solved.token_slices)),
-        }
+    flags = (
+        f"--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length {seq_length} --micro-batch-size 1 "
+        "--train-iters 1 --lr 1e-3 --data-path corpus --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+        f"--sequence-parallel --num-token-slices {count} --token-slices {','.join(map(str, solved.token_slices))}"
     )
+    config = parse_arguments(flags.split())
     assert config.token_slices().lengths == solved.token_slices
 
 
