@@ -10,7 +10,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import ProgressLine
 from deepspeed_ext.plan.text_files import field_texts, read_text
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.parsing import parse_json, read_json
+from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -242,20 +242,20 @@ def progress_bar(shown: bool | None = None) -> "Iterator[ProgressCallback]":
         yield lambda done, total, phase: line.part(phase)((done + 1) / total)
 
 
-def read_one_strategy(path: str) -> Strategy:
-    """Read a strategy file, or an entry of a ranking, which has one under `strategy`."""
-    document = read_json(path, "STRATEGY.json")
-    if isinstance(document, Mapping) and "entries" in document:
-        raise ConfigError(f"{path} is an answer with several strategies: name a file with one of its entries")
-    return _strategy(path, document)
+def read_one_strategy(path: str, flag: str) -> Strategy:
+    """Read the file of a flag with one strategy; see `read_strategies`."""
+    found = read_strategies(path, flag)
+    if len(found) > 1:
+        raise ConfigError(f"{flag} {path} has {len(found)} strategies: name a file with one of them")
+    return found[0]
 
 
-def read_strategies(path: str) -> list[Strategy]:
+def read_strategies(path: str, flag: str = "--strategies") -> list[Strategy]:
     """Read a file with a strategy on each line; or one strategy, a list of them, or the answer of a search.
 
     Empty lines are skipped. The files `strategy.json` and `ranking.json` of `rank` can be read.
     """
-    text = read_text(path, "--strategies")
+    text = read_text(path, flag)
     word, documents = "line", list[object](text.splitlines())
     if text.lstrip()[:1] in ("{", "[") and len(text.strip().splitlines()) > 1:
         # One document over several lines, if it is not one on each.
@@ -264,23 +264,18 @@ def read_strategies(path: str) -> list[Strategy]:
             if isinstance(whole, Mapping) and isinstance(whole.get("entries"), list):
                 whole = whole["entries"]
             documents = whole if isinstance(whole, list) else [whole]
-    found = [
-        _strategy(f"{path} {word} {number}", each, is_text=word == "line")
-        for number, each in enumerate(documents, start=1)
-        if word == "entry" or str(each).strip()
-    ]
+    found = []
+    for number, document in enumerate(documents, start=1):
+        if word == "line" and not str(document).strip():
+            continue
+        try:
+            if word == "line":
+                document = parse_json(str(document), "this line")
+            if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
+                document = document["strategy"]
+            found.append(Strategy.from_json(document))
+        except UserError as error:
+            raise ConfigError(f"{path} {word} {number}: {error}") from None
     if not found:
-        raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
+        raise ConfigError(f"{flag} {path} holds no strategy: write one JSON object a line")
     return found
-
-
-def _strategy(place: str, document: object, *, is_text: bool = False) -> Strategy:
-    """Return the strategy of a document, or of a line of JSON; errors name the place."""
-    try:
-        if is_text:
-            document = parse_json(str(document), "this line")
-        if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
-            document = document["strategy"]
-        return Strategy.from_json(document)
-    except UserError as error:
-        raise ConfigError(f"{place}: {error}") from None

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     costs = costs_of(options, problem)
     question = Question(problem=costs.problem_with(problem, constraints), constraints=constraints, costs=costs)
     problem = question.problem
-    explained = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
+    explained = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain, "--explain")
     with progress_bar(options.progress) as progress:
         result = search(
             problem,

@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Find the cut, print it with the curve over the number of token slices, and return 0."""
-    strategy = read_one_strategy(options.strategy)
+    strategy = read_one_strategy(options.strategy, "--strategy")
     problem, notes = problem_of(options, strategy.num_sequences)
     reason = broken_rule(replace(strategy, num_token_slices=1, token_slices=None), problem)
     if reason is not None:

@@ -111,7 +111,7 @@ PIPELINE = {"pipeline_parallel_size": 4, "global_batch_size": 4, "schedule": "1f
         (SLICES, json.dumps(PIPELINE | {"tensor_parallel_size": 4}), ".*given: .*16 ranks.*4 devices"),
         (SLICES, json.dumps(PIPELINE | {"num_model_chunks": 2, "schedule": "interleaved"}), ".*given: .*layers"),
         (SLICES, json.dumps(PIPELINE | {"schedule": "gpip"}), ".*given: .*gpip"),
-        (SLICES, json.dumps(PIPELINE | {"pipelines": 2}), ".*given: .*'pipelines' is not known"),
+        (SLICES, json.dumps(PIPELINE | {"pipelines": 2}), ".*given line 1: .*'pipelines' is not known"),
         (f"{SLICES} --count 0", json.dumps(PIPELINE), "--count 0 is not a list"),
         (f"{SLICES} --count two", json.dumps(PIPELINE), "--count two is not a list"),
         (f"{SLICES} --granularity 0", json.dumps(PIPELINE), "--granularity 0 is not a whole number from 1"),
