@@ -149,7 +149,7 @@ class Assigned(Events):
 
 def test_one_queue_for_all_streams_is_the_worst_assignment():
     locked = {"one queue": 0, "some assignment": 0}
-    for seed, (_, _, shape, programs) in enumerate(drawn_programs()[::3]):
+    for seed, (_, _, shape, programs) in enumerate(drawn_programs()[::4]):
         if seed % 2:
             programs = with_early_posts(programs, shape)
         one = is_locked(programs, shape, DeviceModel(hardware_queues=1))
@@ -161,7 +161,7 @@ def test_one_queue_for_all_streams_is_the_worst_assignment():
             except ScheduleDeadlock:
                 locked["some assignment"] += 1
                 assert one
-    assert locked["one queue"] > 10 and locked["some assignment"] > 10
+    assert locked["one queue"] > 5 and locked["some assignment"] > 5
 
 
 def drawn_pipelines():
@@ -175,11 +175,11 @@ def drawn_pipelines():
         for model_chunks in range(1, 5)
         if ranks * micro_batches * token_slices <= 64
     ]
-    for ranks, micro_batches, token_slices, model_chunks in random.sample(grid, 30):
+    for ranks, micro_batches, token_slices, model_chunks in random.sample(grid, 20):
         for name in WITH_MODEL_CHUNKS if model_chunks > 1 else SCHEDULES:
             shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
             yield name, rank_orders(schedule_named(name), shape), shape
-    for _ in range(40):
+    for _ in range(30):
         ranks, micro_batches, token_slices, model_chunks = (random.randint(1, most) for most in (5, 4, 4, 3))
         placement = random.choice(list(Placement))
         shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks, placement)

@@ -276,7 +276,7 @@ def drawn_shapes(number):
 
 def test_many_shapes_run_without_deadlock_or_buffers_that_overlap(all_setups):
     seen = [0, 0, 0, 0]
-    for name, shape in drawn_shapes(1000 if all_setups else 150):
+    for name, shape in drawn_shapes(1000 if all_setups else 100):
         for program in lower(schedule_named(name), shape):
             check_buffers(program)
         extents = shape.num_ranks, shape.num_micro_batches, shape.num_token_slices, shape.num_model_chunks

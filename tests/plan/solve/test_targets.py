@@ -29,10 +29,10 @@ TOKENS = 8192
 def test_with_the_memory_of_1f1b(attention_share, num_model_chunks, placement, most):
     shape = PipelineShape(8 * num_model_chunks, 8, 8, num_model_chunks, placement)
     even = PolynomialCosts.of_layers([1] * shape.num_stages, TOKENS, attention_share, layer_time=1 / num_model_chunks)
-    cut = solve_token_slices(shape, TOKENS, even, memory_limit=MEMORY, granularity=64, effort=0.3).cut
+    cut = solve_token_slices(shape, TOKENS, even, memory_limit=MEMORY, granularity=64, effort=0.1).cut
     costs = op_costs(shape, cut, even)
     assert costs.forward[0] == pytest.approx(attention_costs(shape, cut.lengths, attention_share).forward[0])
-    found = optimise(shape, costs, memory_limit=MEMORY, lengths=cut.lengths, effort=0.3)
+    found = optimise(shape, costs, memory_limit=MEMORY, lengths=cut.lengths, effort=0.1)
     timeline = simulate(found.orders, shape, costs)
     assert timeline.bubble_ratio <= most
     assert max(peak_activation(timeline, cut.lengths)) <= MEMORY + 1e-9
@@ -44,7 +44,7 @@ def test_one_stage_a_rank_under_a_memory_limit():
     shape = PipelineShape(8, 8, 8)
     lengths = balanced(8, 0.6)
     costs = attention_costs(shape, lengths, 0.6)
-    found = optimise(shape, costs, memory_limit=2.163, lengths=lengths, effort=1.0)
+    found = optimise(shape, costs, memory_limit=2.163, lengths=lengths, effort=0.5)
     assert found.bubble_ratio <= 0.083
     assert found.makespan <= 1.01 * found.lower_bound
 
