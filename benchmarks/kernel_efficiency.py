@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _collective_errors(systems: Path, name: str, one: Device) -> Floats:
     """Predicted / measured - 1 of all-reduces, reduce-scatters and all-gathers on 2 to 8 devices of a node."""
-    node, found = usual_machine(one.name).node, []
+    node, found = usual_machine(one.name), []
     for _, rows in _tables(systems / name / "comm", "nccl_perf.parquet"):
         for row in rows:
             formula, num_bytes = COLLECTIVES.get(row["op_name"]), 2 * int(row["message_size"])

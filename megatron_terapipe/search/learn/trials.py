@@ -364,7 +364,7 @@ def _cluster(document: dict[str, Any], where: str) -> Cluster:
         return parse_cluster(document, f"{where}: cluster")[0]
     flat = read_entry(FlatCluster, document, where, "cluster")
     device, machine = flat.device.read(place(where, "cluster", "device"))
-    node, per_node = replace(machine.node, device=device), flat.devices_per_node or machine.node.num_devices
+    node, per_node = replace(machine, device=device), flat.devices_per_node or machine.num_devices
     if flat.intra_node_GBps is not None:
         node = replace(node, inside=replace(node.inside, bandwidth=flat.intra_node_GBps * GIGABYTE))
     if flat.inter_node_Gbps is not None:

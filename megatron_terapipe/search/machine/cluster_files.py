@@ -44,7 +44,7 @@ from megatron_terapipe.search.machine.entries import (
     short_for,
 )
 from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
-from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE, MACHINES, LibraryMachine
+from megatron_terapipe.search.machine.library import FOR_ANY_DEVICE, GIGABIT, GIGABYTE, MACHINES
 
 __all__ = ["parse_cluster", "read_cluster", "read_cluster_with_notes"]
 
@@ -60,7 +60,7 @@ def inside_notes(device: Device, inside: Link) -> Iterator[str]:
     if not _is_known(device):
         return
     machine = library.usual_machine(device.name)
-    usual, given = machine.node.inside.bandwidth / GIGABYTE, inside.bandwidth / GIGABYTE
+    usual, given = machine.inside.bandwidth / GIGABYTE, inside.bandwidth / GIGABYTE
     if _is_close(given, 2 * usual):
         yield (
             f"inside {given:g} GB/s of {device.name} nodes is the sum of both directions, as links are sold: "
@@ -148,7 +148,7 @@ class DeviceEntry(Entry):
     is_gpu: bool | None = None
     generation: Literal[tuple(GENERATION_NAMES)] | None = None  # type: ignore[valid-type]
 
-    def read(self, where: str) -> tuple[Device, LibraryMachine]:
+    def read(self, where: str) -> tuple[Device, Node]:
         """Return the device, and the machine it is usually in; `where` is the place of the entry, for errors."""
         known = None if self.like is None else library.device(self.like, where)
         if known is None:
@@ -222,23 +222,22 @@ class NodeGroup:
     """Values taken from the library, a line each."""
 
     @classmethod
-    def of_machine(cls, machine: LibraryMachine, device: Device, *notes: str) -> "NodeGroup":
+    def of_machine(cls, machine: Node, device: Device, *notes: str) -> "NodeGroup":
         """Return a node of the library, perhaps with another device."""
-        return cls(replace(machine.node, device=device), notes=(*notes, *device_notes(device)))
+        return cls(replace(machine, device=device), notes=(*notes, *device_notes(device)))
 
     @classmethod
     def of_library(cls, name: str, where: str) -> "NodeGroup":
         """Return a node by the name of a machine, or of a device in its usual machine."""
-        if name.lower() in MACHINES:
+        if name.lower() in MACHINES.keys() - FOR_ANY_DEVICE:
             machine = MACHINES[name.lower()]
-            if machine.device is not None:
-                return cls.of_machine(machine, machine.node.device)
+            return cls.of_machine(machine, machine.device)
         device = library.device(name, where)
         machine = library.usual_machine(name)
         return cls.of_machine(machine, device, library_note(["links"], device, machine))
 
 
-def library_note(missing: Sequence[str], device: Device, machine: LibraryMachine) -> str:
+def library_note(missing: Sequence[str], device: Device, machine: Node) -> str:
     """Return the note that something was taken from the library."""
     omitted = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
     return f"{omitted} of {device.name} nodes not given: those of a {machine.name} are taken"
@@ -311,9 +310,9 @@ def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> Nod
     device, usual = of.device.read(f"{at}device") if of.device is not None else (None, None)
     if of.machine is not None:
         machine = library.machine(of.machine, f"{at}machine")
-        if device is None and machine.device is None:
+        if device is None and machine.name in FOR_ANY_DEVICE:
             raise fault(f"{at}machine", of.machine, "is a machine for any device", "name one in the field device")
-        return NodeGroup.of_machine(machine, device or machine.node.device)
+        return NodeGroup.of_machine(machine, device or machine.device)
     if device is None or usual is None:
         raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
     parts = {"devices": "number of devices", "inside": "links inside", "network": "network"}

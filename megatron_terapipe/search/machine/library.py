@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_terapipe.devices import DEVICES, GUESS, Device, LibraryDevice
@@ -17,17 +16,7 @@ from megatron_terapipe.search.machine.documents import suggestion
 # over PCIe, 14 us over a network (github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`); Ethernet without remote memory
 # access is given 30 us, a round guess. The host's memory is of the whole node in 10^9 bytes; each device reaches
 # it over its own 16 lanes of PCIe, or over NVLink-C2C or Infinity Fabric. The reached share of all this is in
-# `price.efficiency`. Sources:
-#
-#     EC2     Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network, memory
-#     DGX     data sheets of NVIDIA DGX-1, DGX A100, H100, H200 and B200 systems
-#     HGX     as DGX A100 and H100, with the NVLink of A800 and H800
-#     GB200   a compute tray of the GB200 NVL72: two superchips, NVLink to all, a card of 400 Gbit/s for each device
-#     GH200   four superchips with NVLink to each other and a 200 Gbit/s card each, as in CSCS's Alps (docs.cscs.ch)
-#     MI      AMD Instinct data sheets: Infinity Fabric links between devices; a card of 200 and 400 Gbit/s as in
-#             Frontier (docs.olcf.ornl.gov) and in Azure's ND MI300X v5
-#     PCIe    16 lanes of PCIe 3, 4 and 5, eight devices, one network card of 100 Gbit/s: a usual server, not a product
-#
+# `price.efficiency`.
 
 NVLINK_LATENCY_S = 0.9e-6
 PCIE_LATENCY_S = 5.7e-6
@@ -40,23 +29,9 @@ GIGABYTE = 1e9
 GIGABIT = 1e9 / 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LibraryMachine:
-    """A kind of node."""
-
-    name: str
-    source: str
-    """Row of the list above."""
-    device: str | None
-    """Name of its device in the library; None = any."""
-    node: Node
-    """One of them, without a name."""
-
-
 def _machine(
     name: str,
-    source: str,
-    device: str | None,
+    device: str,
     num_devices: int,
     inside_gb_per_s: float,
     cards: tuple[int, float],
@@ -64,27 +39,23 @@ def _machine(
     host: tuple[float, float],
     inside_latency_s: float = NVLINK_LATENCY_S,
     network_latency_s: float = NETWORK_LATENCY_S,
-) -> LibraryMachine:
+) -> Node:
     num_cards, card_gbit_per_s = cards
-    node = Node(
-        name="",
-        device=DEVICES[device or "cpu-core"].device,
+    return Node(
+        name=name,
+        device=DEVICES[device].device,
         num_devices=num_devices,
         inside=Link(bandwidth=inside_gb_per_s * GIGABYTE, latency_s=inside_latency_s),
         network=Link(bandwidth=card_gbit_per_s * GIGABIT, latency_s=network_latency_s),
         num_network_cards=num_cards,
         host=HostMemory(memory_bytes=host[0] * GIGABYTE, bandwidth=host[1] * GIGABYTE),
     )
-    return LibraryMachine(name=name, source=source, device=device, node=node)
 
 
-def _pcie(
-    name: str, source: str, device: str | None, num_devices: int, inside: float, network: float, memory: float
-) -> LibraryMachine:
+def _pcie(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> Node:
     """A machine with PCIe between its devices, and one card without remote memory access."""
     return _machine(
         name,
-        source,
         device,
         num_devices,
         inside,
@@ -95,53 +66,61 @@ def _pcie(
     )
 
 
-def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> LibraryMachine:
+def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> Node:
     """An EC2 instance with NVLink, PCIe 3 to its host, and plain Ethernet."""
-    host = (memory, 16.0)
-    return _machine(
-        name, "EC2", device, num_devices, inside, (1, network), host=host, network_latency_s=ETHERNET_LATENCY_S
-    )
+    latency_s = ETHERNET_LATENCY_S
+    return _machine(name, device, num_devices, inside, (1, network), host=(memory, 16.0), network_latency_s=latency_s)
 
 
 _ENTRIES = (
+    # Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network, memory.
     _ethernet("p3.2xlarge", "V100-SXM2-16GB", 1, 150, 10, 65),
     _ethernet("p3.8xlarge", "V100-SXM2-16GB", 4, 150, 10, 262),
     _ethernet("p3.16xlarge", "V100-SXM2-16GB", 8, 150, 25, 524),
     _ethernet("p3dn.24xlarge", "V100-SXM2-32GB", 8, 150, 100, 825),
-    _machine("p4d.24xlarge", "EC2", "A100-SXM4-40GB", 8, 300, (4, 100), host=(1237, 32)),
-    _machine("p4de.24xlarge", "EC2", "A100-SXM4-80GB", 8, 300, (4, 100), host=(1237, 32)),
-    _machine("p5.48xlarge", "EC2", "H100-SXM5-80GB", 8, 450, (32, 100), host=(2199, 64)),
-    _machine("p5en.48xlarge", "EC2", "H200-SXM5-141GB", 8, 450, (16, 200), host=(2199, 64)),
-    _machine("p6-b200.48xlarge", "EC2", "B200-SXM-180GB", 8, 900, (8, 400), host=(2199, 64)),
-    _pcie("g4dn.12xlarge", "EC2", "T4", 4, 16, 50, 206),
-    _pcie("g4dn.metal", "EC2", "T4", 8, 16, 100, 412),
-    _pcie("g5.12xlarge", "EC2", "A10G", 4, 32, 40, 206),
-    _pcie("g5.48xlarge", "EC2", "A10G", 8, 32, 100, 825),
-    _pcie("g6.48xlarge", "EC2", "L4", 8, 32, 100, 825),
-    _pcie("g6e.48xlarge", "EC2", "L40S", 8, 32, 400, 1649),
-    _machine("dgx-1-p100", "DGX", "P100-SXM2-16GB", 8, 80, (4, 100), host=(512, 16)),
-    _machine("dgx-1-v100", "DGX", "V100-SXM2-32GB", 8, 150, (4, 100), host=(512, 16)),
-    _machine("dgx-a100", "DGX", "A100-SXM4-80GB", 8, 300, (8, 200), host=(2000, 32)),
-    _machine("octo-a800", "HGX", "A800-SXM4-80GB", 8, 200, (8, 200), host=(2000, 32)),
-    _machine("octo-h800", "HGX", "H800-SXM5-80GB", 8, 200, (8, 400), host=(2000, 64)),
-    _machine("dgx-h100", "DGX", "H100-SXM5-80GB", 8, 450, (8, 400), host=(2000, 64)),
-    _machine("dgx-h200", "DGX", "H200-SXM5-141GB", 8, 450, (8, 400), host=(2000, 64)),
-    _machine("dgx-b200", "DGX", "B200-SXM-180GB", 8, 900, (8, 400), host=(2000, 64)),
+    _machine("p4d.24xlarge", "A100-SXM4-40GB", 8, 300, (4, 100), host=(1237, 32)),
+    _machine("p4de.24xlarge", "A100-SXM4-80GB", 8, 300, (4, 100), host=(1237, 32)),
+    _machine("p5.48xlarge", "H100-SXM5-80GB", 8, 450, (32, 100), host=(2199, 64)),
+    _machine("p5en.48xlarge", "H200-SXM5-141GB", 8, 450, (16, 200), host=(2199, 64)),
+    _machine("p6-b200.48xlarge", "B200-SXM-180GB", 8, 900, (8, 400), host=(2199, 64)),
+    _pcie("g4dn.12xlarge", "T4", 4, 16, 50, 206),
+    _pcie("g4dn.metal", "T4", 8, 16, 100, 412),
+    _pcie("g5.12xlarge", "A10G", 4, 32, 40, 206),
+    _pcie("g5.48xlarge", "A10G", 8, 32, 100, 825),
+    _pcie("g6.48xlarge", "L4", 8, 32, 100, 825),
+    _pcie("g6e.48xlarge", "L40S", 8, 32, 400, 1649),
+    # Data sheets of NVIDIA DGX-1, DGX A100, H100, H200 and B200 systems; octo: the same with the NVLink of A800, H800.
+    _machine("dgx-1-p100", "P100-SXM2-16GB", 8, 80, (4, 100), host=(512, 16)),
+    _machine("dgx-1-v100", "V100-SXM2-32GB", 8, 150, (4, 100), host=(512, 16)),
+    _machine("dgx-a100", "A100-SXM4-80GB", 8, 300, (8, 200), host=(2000, 32)),
+    _machine("octo-a800", "A800-SXM4-80GB", 8, 200, (8, 200), host=(2000, 32)),
+    _machine("octo-h800", "H800-SXM5-80GB", 8, 200, (8, 400), host=(2000, 64)),
+    _machine("dgx-h100", "H100-SXM5-80GB", 8, 450, (8, 400), host=(2000, 64)),
+    _machine("dgx-h200", "H200-SXM5-141GB", 8, 450, (8, 400), host=(2000, 64)),
+    _machine("dgx-b200", "B200-SXM-180GB", 8, 900, (8, 400), host=(2000, 64)),
+    # Four superchips with NVLink to each other and a 200 Gbit/s card each, as in CSCS's Alps (docs.cscs.ch).
     # A superchip's 18 links of 25 GB/s go to three others, six to each.
-    _machine("quad-gh200", "GH200", "GH200-96GB", 4, 150, (4, 200), host=(480, 450)),
-    _machine("quad-gb200", "GB200", "GB200-186GB", 4, 900, (4, 400), host=(960, 450)),
-    _machine("quad-mi250x", "MI", "MI250X-die", 8, 50, (4, 200), host=(512, 36)),
-    _machine("octo-mi300x", "MI", "MI300X", 8, 448, (8, 400), host=(1986, 64)),
-    _pcie("pcie-3", "PCIe", None, 8, 16, 100, 512),
-    _pcie("pcie-4", "PCIe", None, 8, 32, 100, 512),
-    _pcie("pcie-5", "PCIe", None, 8, 64, 100, 1024),
+    _machine("quad-gh200", "GH200-96GB", 4, 150, (4, 200), host=(480, 450)),
+    # A compute tray of the GB200 NVL72: two superchips, NVLink to all, a card of 400 Gbit/s for each device.
+    _machine("quad-gb200", "GB200-186GB", 4, 900, (4, 400), host=(960, 450)),
+    # AMD Instinct data sheets: Infinity Fabric links between devices; a card of 200 and 400 Gbit/s as in
+    # Frontier (docs.olcf.ornl.gov) and in Azure's ND MI300X v5.
+    _machine("quad-mi250x", "MI250X-die", 8, 50, (4, 200), host=(512, 36)),
+    _machine("octo-mi300x", "MI300X", 8, 448, (8, 400), host=(1986, 64)),
+    # 16 lanes of PCIe 3, 4 and 5, eight devices, one network card of 100 Gbit/s: a usual server, not a product.
+    _pcie("pcie-3", "cpu-core", 8, 16, 100, 512),
+    _pcie("pcie-4", "cpu-core", 8, 32, 100, 512),
+    _pcie("pcie-5", "cpu-core", 8, 64, 100, 1024),
     # A guess: processes of one CPU talk over its memory, machines over 1 Gbit/s.
-    _machine("cpu", "a guess", "cpu-core", 2, 2, (1, 1), host=(16, 8),
+    _machine("cpu", "cpu-core", 2, 2, (1, 1), host=(16, 8),
              inside_latency_s=MEMORY_LATENCY_S, network_latency_s=ETHERNET_LATENCY_S),
 )  # fmt: skip
 
-MACHINES: Mapping[str, LibraryMachine] = MappingProxyType({each.name: each for each in _ENTRIES})
-"""Every machine by its name."""
+MACHINES: Mapping[str, Node] = MappingProxyType({each.name: each for each in _ENTRIES})
+"""Every machine by its name: one node of it."""
+
+FOR_ANY_DEVICE = ("pcie-3", "pcie-4", "pcie-5")
+"""Machines whose device must be named."""
 
 
 def device(name: str, where: str = "device") -> Device:
@@ -169,7 +148,7 @@ def names_one_device(name: str, other: str) -> bool:
     return _key(name) == _key(other) if first is None else first is second
 
 
-def machine(name: str, where: str = "machine") -> LibraryMachine:
+def machine(name: str, where: str = "machine") -> Node:
     """Return a machine by its name."""
     by_key = {_key(each): each for each in MACHINES}
     if _key(name) in by_key:
@@ -177,7 +156,7 @@ def machine(name: str, where: str = "machine") -> LibraryMachine:
     raise ConfigError(f"{where} {name!r} is not in the library of machines: {suggestion(name, MACHINES)}")
 
 
-def usual_machine(name: str) -> LibraryMachine:
+def usual_machine(name: str) -> Node:
     """Return the machine with the default links of a device."""
     entry = find_device(name)
     return MACHINES["pcie-4" if entry is None else entry.machine]

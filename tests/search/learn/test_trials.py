@@ -66,7 +66,7 @@ def test_the_cluster_of_a_published_trial(tmp_path: Path) -> None:
     # 800 Gbit/s are four cards of 200, the line rate of a card of this age.
     assert (node.inside.bandwidth, node.network.bandwidth, node.num_network_cards) == (250e9, 25e9, 4)
     (trial,) = read(tmp_path, changed(cluster={"device": "GH200-96GB", "devices_per_node": 4, "num_devices": 8}))
-    assert trial.cluster.nodes[0].inside == library.machine("quad-gh200").node.inside
+    assert trial.cluster.nodes[0].inside == library.machine("quad-gh200").inside
 
 
 def test_models_and_clusters_are_shared(tmp_path: Path) -> None:
