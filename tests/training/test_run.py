@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,7 +42,6 @@ def test_layout_batch_and_samples(data: Path) -> None:
     assert (run.layout.pipeline_parallel_size, run.layout.data_parallel_size) == (2, 2)
     assert run.batch_sizes == BatchSizes.constant(12)
     assert run.deepspeed_settings["gradient_accumulation_steps"] == 3
-    assert (len(run.datasets.train), len(run.datasets.valid), run.datasets.test) == (10 * 12, 3 * 12, None)
     assert run.start == Progress()
     assert (run.train_iters, run.batch_sizes) == (10, BatchSizes.constant(12))
 
@@ -100,15 +100,22 @@ def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
     assert len(_datasets(run.config, 2, half_way, run.tokenizer, reads=True).train) == 600 + 4 * 12
 
 
-def test_no_sample_is_drawn_for_training_that_is_skipped(data: Path) -> None:
-    run = prepared(data, "--split 8,1,1 --eval-iters 2 --skip-train")
-    assert run.datasets.train is None
-    assert (len(run.datasets.valid), len(run.datasets.test)) == (24, 24)
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("--split 8,2 --eval-iters 3", (10 * 12, 3 * 12, None)),
+        ("--split 8,1,1 --eval-iters 2 --skip-train", (None, 24, 24)),
+        ("--split 8,2 --eval-iters 0", (120, None, None)),
+        ("--split 1", (120, None, None)),
+        ("--eval-iters 2", (120, 24, None)),  # A thousandth of 40 documents is none for testing.
+    ],
+)
+def test_samples_are_drawn_for_parts_that_are_read(data: Path, words: str, sizes: tuple[int | None, ...]) -> None:
+    drawn = prepared(data, words).datasets
+    assert tuple(each and len(each) for each in (drawn.train, drawn.valid, drawn.test)) == sizes
 
 
-def test_the_default_split_asks_for_no_test_that_little_data_cannot_give(data: Path) -> None:
-    """A thousandth of 40 documents is none. Asked for by a split of the user's own, it is an error."""
-    assert prepared(data, "--eval-iters 0").datasets.test is None
+def test_a_test_that_little_data_cannot_give_is_an_error_where_a_split_asks_for_it(data: Path) -> None:
     with pytest.raises(DataError, match=r"leaves no document .* for testing"):
         prepared(data, "--split 90,9,0.001")
 
@@ -128,11 +135,6 @@ def test_the_vocabulary_is_the_tokenizers_unless_given(data: Path) -> None:
     assert config.model.vocab_size is None
     assert prepare(config, LAUNCH).config.model.vocab_size == 257
     assert prepared(data, "--split 1 --vocab-size 300").config.model.vocab_size == 300
-
-
-@pytest.mark.parametrize("words", ["--split 1", "--split 8,2 --eval-iters 0"])
-def test_without_validation_no_sample_is_drawn_for_it(data: Path, words: str) -> None:
-    assert prepared(data, words).datasets.valid is None
 
 
 def test_a_resumed_run_counts_with_its_own_batch_size(data: Path, tmp_path: Path) -> None:
@@ -181,7 +183,8 @@ def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
 ) -> None:
     words = "--split 8,2 --num-token-slices 4 --num-layers-per-virtual-pipeline-stage 1"
     assert prepared(data, words).config.parallel.num_model_chunks == 2
-    monkeypatch.setattr("megatron_terapipe.training.run.get_accelerator", lambda: CudaDevice)
+    cuda = SimpleNamespace(device_name=lambda: "cuda")
+    monkeypatch.setattr("megatron_terapipe.training.run.get_accelerator", lambda: cuda)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(ConfigError, match=r"share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
         prepared(data, words)
@@ -192,31 +195,13 @@ def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
 
 
 def test_fp16_is_refused_where_the_device_has_none(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_terapipe.training.run.get_accelerator", lambda: PlainCpu)
+    # Whether the CPU of a test has it depends on its make.
+    without = SimpleNamespace(device_name=lambda: "cpu", is_fp16_supported=lambda: False)
+    monkeypatch.setattr("megatron_terapipe.training.run.get_accelerator", lambda: without)
     with pytest.raises(
         ConfigError, match=r"^--fp16 is not supported by DeepSpeed on this cpu: use --bf16, or drop it$"
     ):
         prepared(data, "--split 8,2 --fp16")
-
-
-class PlainCpu:
-    """An accelerator without fp16. Whether the CPU of a test has it depends on its make."""
-
-    @staticmethod
-    def device_name() -> str:
-        return "cpu"
-
-    @staticmethod
-    def is_fp16_supported() -> bool:
-        return False
-
-
-class CudaDevice:
-    """An accelerator with only a name."""
-
-    @staticmethod
-    def device_name() -> str:
-        return "cuda"
 
 
 @pytest.mark.parametrize(
