@@ -349,15 +349,11 @@ def constraints_of(given: Values) -> Constraints:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """A command line, read: the configuration, and lines about it for the user."""
+class Arguments(NamedTuple):
+    """A command line, read: the configuration, and lines about it for the start of the run."""
 
     config: Config
-    """The configuration."""
-
     notices: tuple[str, ...]
-    """Lines for the start of the run."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Config:

@@ -62,7 +62,6 @@ class EndOfRun:
         """Called with the reason where another rank is lost."""
 
     def __enter__(self) -> Self:
-        """Begin the run."""
         return self
 
     def __exit__(

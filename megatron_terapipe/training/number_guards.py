@@ -54,7 +54,6 @@ class RememberedBatches(Iterator[Any]):
         self.last = []
 
     def __next__(self) -> Any:
-        """Return the next micro-batch."""
         self.last.append(next(self._batches))
         return self.last[-1]
 

@@ -3,6 +3,7 @@
 Gradients add up in one order whatever the schedule: micro-batches first to last, token slices last to first, and a
 product that is deferred adds to its weight as it would have at once. A sum over two replicas does not depend on its
 order: gradients may be reduced layer by layer while the last backwards run, and weights gathered in the next forward.
+The work of a step is as its flags say: products deferred, waits, and (last) the layers that run again.
 """
 
 from collections import Counter
@@ -17,8 +18,9 @@ from deepspeed_ext.runtime.gradients import reductions
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.gradients.reductions import GradientReductions
 from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients
+from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.training.build_engine import build_engine
-from tests.distributed import results_by_setup
+from tests.distributed import results_by_setup, run_each
 from tests.training.equivalence import test_gpt_equivalence as ladder
 from tests.training.equivalence.test_gpt_equivalence import (
     BF16,
@@ -154,3 +156,42 @@ def test_the_work_is_as_the_flags_say(setup: Setup) -> None:
     # Some pieces are waited for by the layers that need them, not all by the first.
     assert all((work["waits"] > 4) == (GATHERED in setup.flags) for work in works)
     assert all(work["deterministic"] == (DETERMINISTIC in setup.flags) for work in works)
+
+
+PIPELINE = "--pipeline-model-parallel-size 2 --num-token-slices 2"
+WHOLE = f"{PIPELINE} --recompute-granularity full"
+BLOCK = f"{WHOLE} --recompute-method block"
+EXPECTED = {
+    PIPELINE: [1, 1, 1, 1],
+    f"{WHOLE} --recompute-num-layers 2": [2, 2, 2, 2],
+    BLOCK: [2, 1, 2, 1],
+    f"{BLOCK} --recompute-num-layers 5": [2, 2, 2, 2],
+    f"{BLOCK} --stage-partition 0,1,4 --recompute-num-layers 2": [2, 2, 2, 1],
+    f"{BLOCK} --num-layers 8 --num-model-chunks 2": [2, 1, 2, 1, 2, 1, 2, 1],
+}
+"""How often each transformer layer runs for a token slice, by flags."""
+
+
+def forwards(flags: str) -> Counter[int]:
+    """How often each layer of this rank ran in one step, by its number among all layers."""
+    setup = Setup(2, flags, micro_batches=2)
+    engine = build_engine(run_of(setup))
+    ran: Counter[int] = Counter()
+    for number in range(2, 10):
+        layer = engine.module.layer(number)
+        if isinstance(layer, TransformerBlock):
+            layer.register_forward_pre_hook(lambda *_, number=number: ran.update([number - 2]))
+    engine.train_batch(iter(batches(setup, 0)))
+    return ran
+
+
+@pytest.fixture(scope="module")
+def by_flags() -> dict[str, Counter[int]]:
+    found = run_each(forwards, 2, list(EXPECTED))
+    return {flags: ran + other for flags, (ran, other) in zip(EXPECTED, found, strict=True)}
+
+
+@pytest.mark.parametrize("flags", EXPECTED)
+def test_layers_run_again_as_asked(flags: str, by_flags: dict[str, Counter[int]]) -> None:
+    num_ops = 2 * 2
+    assert by_flags[flags] == Counter({layer: times * num_ops for layer, times in enumerate(EXPECTED[flags])})
