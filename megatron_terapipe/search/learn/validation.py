@@ -212,14 +212,14 @@ def folds_of(trials: Sequence[Trial], num_folds: int | None, left_out: str | Non
     return None if num_folds is None else deal_groups(trials, num_folds)
 
 
-def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> list[int]:
+def deal_groups(trials: Sequence[Trial], num_folds: int) -> list[int]:
     """Return the fold [n] of each trial, with whole groups of each cluster in a fold."""
     groups: dict[tuple[str, str, bool], set[str]] = {}
     for one in trials:
         groups.setdefault(one.site, set()).add(one.group)
     fold_of: dict[tuple[tuple[str, str, bool], str], int] = {}
     for site, names in groups.items():
-        for place, index in enumerate(np.random.default_rng(seed).permutation(len(names))):
+        for place, index in enumerate(np.random.default_rng(SEED).permutation(len(names))):
             fold_of[site, sorted(names)[index]] = place % num_folds
     return [fold_of[one.site, one.group] for one in trials]
 

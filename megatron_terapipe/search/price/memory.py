@@ -242,23 +242,20 @@ class MemoryModel:
             self.overheads = default_overheads(self.cluster, self.software)
         self.counter = LayerCounter(self.workload)
 
-    def predict(
+    def predict(self, strategy: Strategy, *, copies: HostCopyPlan | None = None) -> tuple[RankMemory, ...]:
+        """Peak memory of every pipeline rank; see `count`."""
+        return tuple(assemble(rank, self.overheads) for rank in self.count(strategy, copies=copies))
+
+    def count(
         self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
-    ) -> tuple[RankMemory, ...]:
-        """Peak memory of every pipeline rank: of the moment in which it holds the most.
+    ) -> list[Counted]:
+        """Return the bytes of each rank at the moment in which it holds the most, before overheads are applied.
 
         Args:
             activation_limit: activations that the schedule may hold on each rank, as a multiple of 1F1B's peak on the
                 first; None = as the schedule does.
             copies: copies on hosts, for as many micro-batches as `micro_batches_of_peak`; None = none.
         """
-        counted = self.count(strategy, activation_limit=activation_limit, copies=copies)
-        return tuple(assemble(rank, self.overheads) for rank in counted)
-
-    def count(
-        self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
-    ) -> list[Counted]:
-        """Return the counted memory of each rank, before overheads are applied; errors are as in `predict`."""
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
         counts = self.counter.count(

@@ -111,9 +111,9 @@ def test_a_limit_on_activations() -> None:
     """Qi et al. (arXiv 2401.10241 section 4): ZB-2p holds twice what 1F1B does, ZB-1p as much, on every rank."""
     model = MemoryModel(workload=workload(), cluster=nodes(1), software=MEGATRON_LM, precision="fp16")
     strategy = Strategy(pipeline_parallel_size=4, global_batch_size=16, zero_stage=0)
-    plain = [rank.activations for rank in model.predict(strategy)]
+    plain = [rank.activations for rank in model.count(strategy)]
     for limit in (1.0, 2.0):
-        limited = [rank.activations for rank in model.predict(strategy, activation_limit=limit)]
+        limited = [rank.activations for rank in model.count(strategy, activation_limit=limit)]
         assert limited[0] == pytest.approx(limit * plain[0])
         assert limited[1] == pytest.approx(limit * plain[1] * 4 / 3)
 
