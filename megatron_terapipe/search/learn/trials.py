@@ -19,7 +19,6 @@ from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json
-from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import DeviceCount, DeviceOrName, NodeCount, parse_cluster
@@ -28,8 +27,8 @@ from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainer_files import LIKE, OF_PACKAGE, Precision, Trainers, described_software
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
-from megatron_terapipe.search.price.workload import IMBALANCE, Layer, Workload, gpt_workload
-from megatron_terapipe.search.price.workload_files import GptEntry
+from megatron_terapipe.search.price.workload import IMBALANCE, Layer, Workload
+from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.strategy import Strategy
 
 Model = TypeVar("Model")
@@ -103,9 +102,6 @@ def models_of(trials: Sequence[Trial], make: Callable[[Trial], Model]) -> list[M
 
 
 MODEL_FIELDS = tuple(each.name for each in fields(ModelConfig))
-
-VOCAB_SIZE = 50257
-"""Tokens of GPT-2's vocabulary, which published trials without a vocabulary size used; padded like the trainer's."""
 
 DEFAULTS = {"recompute": "none", "zero_stage": 0, "num_token_slices": 1}
 """Fields of a strategy that a trial may leave out, where the trainer's own default would be another: tables show
@@ -245,7 +241,7 @@ class TrialReader:
         values = {name: entry.model[name] for name in MODEL_FIELDS if name in entry.model}
         imbalance = 1.0 if entry.forced_balance else IMBALANCE
         key = {**values, "": imbalance}
-        model = self._once("model", key, lambda: gpt_workload(_model(values, where), imbalance=imbalance))
+        model = self._once("model", key, lambda: parse_workload(values, f"{where}: model", imbalance=imbalance))
         strategy, ends = _strategy(entry.strategy, model, where)
         workload = model
         if ends:
@@ -375,16 +371,6 @@ def _cluster(document: dict[str, Any], where: str) -> Cluster:
     sizes = [min(per_node, flat.num_devices - first) for first in range(0, flat.num_devices, per_node)]
     nodes = tuple(replace(node, name=f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
     return Cluster(nodes=nodes, name=f"{flat.num_devices} x {device.name}")
-
-
-def _model(values: dict[str, Any], where: str) -> ModelConfig:
-    given = read_entry(GptEntry, values, where, "model").model_dump(exclude_none=True)
-    preset = given.get("model_preset")
-    known = find_preset(preset).settings if preset is not None else {}
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if name not in given and name not in known:
-            raise ConfigError(f"{place(where, 'model', name)} is missing: give a whole number")
-    return ModelConfig(**{"vocab_size": VOCAB_SIZE, **known, **given})
 
 
 def _schedule(entry: StrategyEntry) -> tuple[str, float | None]:

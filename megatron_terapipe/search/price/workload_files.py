@@ -18,6 +18,7 @@ from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, S
 from megatron_terapipe.search.machine.documents import parse_text, short, suggestion
 from megatron_terapipe.search.machine.entries import MOST, Count, CountOrNone, Entry, Text, fault, place, read_entry
 from megatron_terapipe.search.price.workload import (
+    IMBALANCE,
     Attention,
     Layer,
     LayerKind,
@@ -182,11 +183,13 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
     return parse_workload(parse_text(read_text(path_or_preset), path_or_preset), path_or_preset, changes)
 
 
-def parse_workload(document: object, where: str, changes: Mapping[str, Any] | None = None) -> Workload:
+def parse_workload(
+    document: object, where: str, changes: Mapping[str, Any] | None = None, *, imbalance: float = IMBALANCE
+) -> Workload:
     """Read a model from the object of a file.
 
     It has fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or fields of Hugging
-    Face, with `model_type`.
+    Face, with `model_type`. `imbalance`: see `Experts`.
     """
     if isinstance(document, Mapping) and "layers" in document:
         if changes:
@@ -217,7 +220,8 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
         # Fields of a file in place of flags.
         words = re.sub(r"--([a-z][\w-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
         raise ConfigError(f"{where}: {words}") from None
-    return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
+    named = name or (preset if preset and values.keys() <= OF_ANY_SIZE else "")
+    return gpt_workload(model, named, imbalance=imbalance)
 
 
 def _refuse_other_models(document: object, where: str) -> None:

@@ -242,8 +242,8 @@ def test_only_the_first_layers_of_each_stage_are_recomputed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        (changed("model", num_layers=None), "model.num_layers is missing: give a whole number"),
-        (changed("model", num_layers="8"), 'model.num_layers "8" is not a whole number'),
+        (changed("model", num_layers=None), "model: num_layers must be given: add it"),
+        (changed("model", num_layers="8"), 'model: num_layers "8" is not a whole number'),
         ({key: value for key, value in LINE.items() if key != "measured"}, "measured is missing"),
         (changed("cluster", device="A1000"), "did you mean"),
         (changed("cluster", num_devices=2), "cluster.num_devices: make them agree"),
