@@ -1,4 +1,4 @@
-"""The search finds the best of an exhaustive simulation, and reports its certainty."""
+"""The search finds the best of an exhaustive simulation, and reports its certainty; orders of nodes do not matter."""
 
 from dataclasses import replace
 
@@ -8,13 +8,15 @@ import pytest
 from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.answer.what_if import Question, with_interleaved_slices
 from megatron_terapipe.search.learn.calibration import no_calibration
-from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.grid_prices import HEADROOM
+from megatron_terapipe.search.rank.node_orders import better_order, kind_key, node_orders, placement_of
 from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.rank.search import (
     NEARLY_AS_FAST,
     Ranked,
+    SearchResult,
     best_of_layouts,
     memory_step,
     ranked_in_order,
@@ -23,7 +25,7 @@ from megatron_terapipe.search.rank.search import (
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.answers import prediction
-from tests.search.problems import FAST, legal_strategies, mixed_cluster, question, small_cluster, small_problem
+from tests.search.problems import FAST, drawn, legal_strategies, mixed_cluster, question, small_cluster, small_problem
 
 
 def pricing_on(problem: SearchProblem):
@@ -220,3 +222,78 @@ def test_every_ranked_strategy_leaves_the_headroom_free_and_the_fastest_other_is
     assert full.prediction.iteration_time_s < winner.prediction.iteration_time_s
     enough = search(plain, few(plain), pricing_on(plain), top=1)
     assert enough.too_full is None and enough.counts.rejected[HEADROOM] == 0
+
+
+def answer(cluster: Cluster) -> SearchResult:
+    problem = small_problem(cluster, hidden_size=2048)
+    constraints = dict.fromkeys(("num_token_slices", "micro_batch_size", "num_model_chunks"), (1, 2))
+    choices = all_choices(problem).constrained({**constraints, "recompute": ("none",)})
+    return search(problem, choices, pricing_on(problem), top=3, refine=False)
+
+
+def better(node: Node, factor: float, part: str) -> Node:
+    if part == "network":
+        return replace(node, network=replace(node.network, bandwidth=node.network.bandwidth * factor))
+    if part == "inside":
+        return replace(node, inside=replace(node.inside, bandwidth=node.inside.bandwidth * factor))
+    if part == "latency":
+        return replace(node, network=replace(node.network, latency_s=node.network.latency_s / factor))
+    values = {part: getattr(node.device, part) * factor}
+    return replace(node, device=replace(node.device, **values))
+
+
+PARTS = ["network", "inside", "latency", "half_flops", "memory_bandwidth", "memory_bytes"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_better_machines_make_no_strategy_slower(part: str) -> None:
+    problem = small_problem()
+    cluster = problem.cluster
+    improved = Cluster(nodes=tuple(better(node, 3.0, part) for node in cluster.nodes))
+    before, after = Pricing(problem.workload, cluster), Pricing(problem.workload, improved)
+    for strategy in drawn(problem, 12, seed=5):
+        slower, faster = before.predict(strategy), after.predict(strategy)
+        assert faster.iteration_time_s <= slower.iteration_time_s * (1 + 1e-9), strategy
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
+def test_order_of_nodes_in_the_hostfile_does_not_matter(order: tuple[int, ...]) -> None:
+    cluster = mixed_cluster()
+    shuffled = Cluster(nodes=tuple(cluster.nodes[index] for index in order))
+    first, second = (answer(each) for each in (cluster, shuffled))
+    assert len(first.entries) == len(second.entries) == 3
+    for one, other in zip(first.entries, second.entries, strict=True):
+        assert one.prediction.iteration_time_s == pytest.approx(other.prediction.iteration_time_s, rel=1e-9)
+        assert replace(one.strategy, placement=None) == replace(other.strategy, placement=None)
+        # Ranks are on the same kinds of nodes.
+        kinds = [
+            [kind_key(nodes.nodes[nodes.node_of_device[place]]) for place in entry.strategy.placement or range(8)]
+            for entry, nodes in ((one, cluster), (other, shuffled))
+        ]
+        assert kinds[0] == kinds[1]
+
+
+def test_orders_of_nodes_are_unique() -> None:
+    cluster = mixed_cluster()
+    orders = node_orders(cluster)
+    kinds = {tuple(map(kind_key, order.nodes)) for order in orders}
+    assert len(orders) == len(kinds) == 6  # two and two nodes: 4! / (2! 2!)
+    assert all(sorted(node.name for node in order.nodes) == ["a", "b", "c", "d"] for order in orders)
+    for order in orders:
+        placement = placement_of(order, cluster, 8) or tuple(range(8))
+        names = [cluster.nodes[cluster.node_of_device[place]].name for place in placement]
+        assert names == [node.name for node in order.nodes for _ in range(2)]
+
+
+def test_a_local_search_improves_an_order() -> None:
+    cluster = mixed_cluster()
+    rank = {node.name: index for index, node in enumerate(cluster.nodes)}
+
+    def score(order: Cluster) -> float:
+        """Least if the fast nodes, a and c, come first."""
+        return float(sum(index for index, node in enumerate(order.nodes) if node.name in "ac"))
+
+    best = better_order(cluster, score, evaluations=30)
+    assert {node.name for node in best.nodes[:2]} == {"a", "c"}
+    assert sorted(rank[node.name] for node in best.nodes) == [0, 1, 2, 3]
+    assert score(better_order(cluster, score, evaluations=1)) == score(cluster)
