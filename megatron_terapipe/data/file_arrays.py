@@ -196,8 +196,8 @@ def _load(folder: Path, key: str, description: Mapping[str, object]) -> Mapping[
 
 def _column(path: Path, *, dtype: str, length: int, crc32: int) -> FileColumn:
     """Return the numbers of a file, all of which are read once."""
-    if length < 0:
-        raise ValueError(length)
+    if length < 0 or np.dtype(dtype).kind not in "if":
+        raise ValueError(length, dtype)
     file = ReadFile(path)
     itemsize = np.dtype(dtype).itemsize
     column = FileColumn(file, dtype, file.size - length * itemsize, length)

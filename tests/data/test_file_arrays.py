@@ -64,13 +64,19 @@ def put_another_array_in_its_place(path: Path) -> None:
         np.save(file, np.arange(3))
 
 
+def make_each_number_a_record(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'<i8"', b'<i8,"') + b" ")
+
+
 def change_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-7] ^= 4
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, truncate, put_another_array_in_its_place, change_a_bit])
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, truncate, put_another_array_in_its_place, change_a_bit, make_each_number_a_record]
+)
 @pytest.mark.parametrize("pattern", ["*-number.npy", "*-square.npy", "*.json"])
 def test_damaged_entries_are_computed_again(tmp_path: Path, pattern: str, damage: Callable[[Path], None]) -> None:
     compute, cache = Squares(), IndexCache(tmp_path)

@@ -27,13 +27,19 @@ def prepare(place: str) -> None:
     """Let this process stop as soon as it is at a place."""
     import torch.distributed
 
-    from deepspeed_ext.plan.ops import OpKind
+    from deepspeed_ext.plan.programs.program import InstructionKind
     from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine as Engine
+    from deepspeed_ext.runtime.executor import Executor
     from megatron_terapipe.checkpoint.save import UnfinishedSave
     from megatron_terapipe.training import build_engine
 
-    def in_a_backward(engine: Any, op: Any) -> bool:
-        return engine.global_steps == 2 and op.kind is not OpKind.FORWARD
+    first_slices: list[Any] = []
+
+    def in_a_third_backward(_: object, instruction: Any) -> bool:
+        op = instruction.op
+        if instruction.kind is InstructionKind.BACKWARD and op.micro_batch == op.token_slice == 0:
+            first_slices.append(op)
+        return len(first_slices) == 3
 
     def in_the_third(engine: Any) -> bool:
         return engine.global_steps == 2
@@ -49,7 +55,7 @@ def prepare(place: str) -> None:
 
     owner, name, when = {
         "building": (build_engine, "initialize", _always),
-        "op": (Engine, "_around", in_a_backward),
+        "op": (Executor, "execute", in_a_third_backward),
         "end of step": (Engine, "_aggregate_total_loss", in_the_third),
         "evaluating": (Engine, "eval_batch", _always),
         "leaving": (torch.distributed, "destroy_process_group", _always),

@@ -227,8 +227,10 @@ def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: 
             within = _entry_in(within.model_fields[str(step)].annotation) or within
     where, limits = place(file, path, *way), error.get("ctx", {})
     match error["type"]:
-        case "missing":
+        case "missing" if name in within.model_fields:
             return f"{where} is missing: give {expected(within, name)}"
+        case "missing":
+            return str(fault(place(file, path, *way[:-1]), value, f"has no number {name}", "add it"))
         case "extra_forbidden":
             return str(fault(where, value, "is not a known field", suggestion(name, sorted(within.model_fields))))
         case "invalid_key":

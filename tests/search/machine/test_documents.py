@@ -64,6 +64,7 @@ class Outer(Entry):
     word: Literal["row", "column"] = "row"
     link: Bandwidth | None = None
     inner: list[Inner] = Field(default_factory=list, min_length=1)
+    pair: tuple[int, int] = (0, 0)
     needed: Count
 
 
@@ -87,6 +88,7 @@ class Outer(Entry):
         ({"inner": {}}, "c.json: at[2].inner {} is not a list: write one in [ ]"),
         ({"inner": []}, "c.json: at[2].inner [] is an empty list: write one entry or more in [ ]"),
         ({"inner": [{"number": 1}, 5]}, "c.json: at[2].inner[1] 5 is not an object of fields and values: write one"),
+        ({"pair": (1,)}, "c.json: at[2].pair [1] has no number 1: add it"),
         ({"inner": [{}]}, "c.json: at[2].inner[0].number is missing: give a number"),
         ({"needed": 1, "inner": [{"number": 1, "numbr": 2}]}, "numbr 2 is not a known field: did you mean number?"),
     ],
