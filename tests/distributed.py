@@ -1,5 +1,6 @@
 """Runs a function on several ranks, each a process, over gloo."""
 
+import gc
 import multiprocessing
 import os
 import time
@@ -127,6 +128,8 @@ def _rank(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    # What the function has imported stays, and DeepSpeed collects garbage several times for each engine.
+    gc.freeze()
     try:
         import torch
 

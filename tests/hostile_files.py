@@ -3,6 +3,7 @@
 import io
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import numpy as np
 import torch
 
 
-class Touch:
-    """An object whose pickle makes a file when it is read."""
+class Calls:
+    """An object whose pickle calls a function when it is read."""
 
-    def __init__(self, hit: Path) -> None:
-        self._hit = hit
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._hit,)
+        return self._call
 
 
 def poison(path: Path, hit: Path) -> None:
@@ -29,23 +30,23 @@ def poison(path: Path, hit: Path) -> None:
     """
     objects = torch.load(path, map_location="cpu", weights_only=False)
     assert isinstance(objects, dict)
-    torch.save({**objects, "more": Touch(hit)}, path)
+    torch.save({**objects, "more": Calls(Path.touch, hit)}, path)
 
 
 def hostile_array(path: Path, hit: Path) -> None:
     """Write an `.npy` file of objects, which numpy reads by pickle."""
-    np.save(path, np.array([Touch(hit)], dtype=object), allow_pickle=True)
+    np.save(path, np.array([Calls(Path.touch, hit)], dtype=object), allow_pickle=True)
 
 
 def plain_pickle(path: Path, hit: Path) -> None:
     """Write a pickle as it is, which torch's older format is."""
-    path.write_bytes(pickle.dumps(Touch(hit)))
+    path.write_bytes(pickle.dumps(Calls(Path.touch, hit)))
 
 
 def hostile_zip(path: Path, hit: Path) -> None:
     """Write the archive that torch's newer format is, with that pickle as its objects."""
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(Touch(hit), protocol=2))
+        archive.writestr("archive/data.pkl", pickle.dumps(Calls(Path.touch, hit), protocol=2))
         archive.writestr("archive/version", "3\n")
         archive.writestr("archive/byteorder", "little")
 
@@ -53,5 +54,5 @@ def hostile_zip(path: Path, hit: Path) -> None:
 def legacy_torch_file(path: Path, hit: Path) -> None:
     """Write the older format of torch."""
     buffer = io.BytesIO()
-    torch.save({"weight": torch.zeros(1), "more": Touch(hit)}, buffer, _use_new_zipfile_serialization=False)
+    torch.save({"weight": torch.zeros(1), "more": Calls(Path.touch, hit)}, buffer, _use_new_zipfile_serialization=False)
     path.write_bytes(buffer.getvalue())

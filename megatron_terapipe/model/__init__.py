@@ -1,1 +1,1 @@
-"""The layers of a GPT in plain torch, and `flops`, which counts their work without torch."""
+"""The layers of a GPT in plain torch."""

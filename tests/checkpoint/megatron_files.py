@@ -398,7 +398,7 @@ class Training:
 
 
 def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
-    """Those of Megatron-LM's arguments that describe a model, its data and its training."""
+    """Those of Megatron-LM's arguments that describe a model, its data and its training, and some that are not read."""
     model = case.model
     return Namespace(
         **asdict(replace(model, num_query_groups=model.num_query_groups or 1)),
@@ -409,20 +409,14 @@ def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
         **{"use_rope_scaling": False, "rope_scaling_factor": 8.0, "window_size": None, "hidden_dropout": 0.0},
         **{"attention_dropout": 0.0, "mtp_num_layers": None, "vocab_size": VOCAB, "tokenizer_type": "NullTokenizer"},
         **{"padded_vocab_size": case.padded_vocab_size, "make_vocab_size_divisible_by": DIVISIBLE_BY},
-        **{"tensor_model_parallel_size": case.tensor, "pipeline_model_parallel_size": case.pipeline},
-        **{"virtual_pipeline_model_parallel_size": case.virtual, "context_parallel_size": 1},
-        **{"expert_model_parallel_size": 1, "data_parallel_size": 1, "world_size": case.world_size, "rank": 0},
-        **{"sequence_parallel": False},
-        **{"transformer_impl": "transformer_engine" if case.transformer_engine else "local"},
-        **{"bf16": case.bf16, "fp16": False, "params_dtype": torch.bfloat16 if case.bf16 else torch.float32},
-        **{"use_distributed_optimizer": case.distributed_optimizer is not None, "optimizer": "adam", "lr": 1e-2},
-        **{"min_lr": 1e-3},
-        **{"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": case.adam_eps, "clip_grad": 1.0},
-        **{"seed": 1234},
-        **{"lr_decay_style": "cosine", "lr_warmup_iters": 2, "lr_decay_iters": 10, "train_iters": 10},
-        **{"micro_batch_size": MICRO, "global_batch_size": ROWS, "iteration": iteration, "skipped_train_samples": 0},
-        **{"consumed_train_samples": iteration * ROWS, "consumed_valid_samples": 0, "ckpt_format": case.file_format},
-        **{"use_dist_ckpt": case.file_format != "torch", "no_save_optim": None, "no_save_rng": None},
+        **{
+            "tensor_model_parallel_size": case.tensor,
+            "pipeline_model_parallel_size": case.pipeline,
+            "optimizer": "adam",
+        },
+        **{"params_dtype": torch.bfloat16 if case.bf16 else torch.float32, "lr": 1e-2, "min_lr": 1e-3},
+        **{"weight_decay": 0.1, "lr_decay_style": "cosine", "lr_decay_iters": 10, "global_batch_size": ROWS},
+        **{"iteration": iteration, "consumed_train_samples": iteration * ROWS, "ckpt_format": case.file_format},
     )
 
 

@@ -25,7 +25,7 @@ from megatron_terapipe.checkpoint.restore import damage_in_one_line
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.folder_weights import SavedTensors
 from megatron_terapipe.inference import WholeModel
-from tests.hostile_files import Touch, hostile_zip, legacy_torch_file, plain_pickle, poison
+from tests.hostile_files import Calls, hostile_zip, legacy_torch_file, plain_pickle, poison
 from tests.huggingface.models import MODELS, save, whole_model
 from tests.inference.checkpoints import MODEL, write_checkpoint
 
@@ -48,7 +48,7 @@ def test_a_layer_is_refused_in_one_line_that_names_its_file(
     "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0.pt"]
 )
 def test_counters_and_states_of_the_optimizer_are_refused(tmp_path: Path, name: str) -> None:
-    torch.save({"global_steps": 3, "optimizer_state_dict": Touch(tmp_path / "hit")}, tmp_path / name)
+    torch.save({"global_steps": 3, "optimizer_state_dict": Calls(Path.touch, tmp_path / "hit")}, tmp_path / name)
     with pytest.raises(ValueError, match=f"{name} names .*, which could run a program, and did not"):
         load_saved(tmp_path / name)
     assert not (tmp_path / "hit").exists()
@@ -80,13 +80,6 @@ def test_an_index_of_shards_reads_no_file_outside_its_folder(tmp_path: Path, nam
         SavedTensors(folder)
 
 
-class Allocated:
-    """Is saved as a call that takes 6 GiB."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return bytearray, (6 << 30,)
-
-
 STRANGE: dict[str, object] = {
     "sparse": torch.eye(32).to_sparse(),
     "compressed": torch.eye(32).to_sparse_csr(),
@@ -96,7 +89,7 @@ STRANGE: dict[str, object] = {
     "repeated": torch.zeros(1).expand(1 << 40),
     "text": "abc",
     "none": None,
-    "allocated": Allocated(),
+    "allocated": Calls(bytearray, 6 << 30),
 }
 
 
@@ -127,16 +120,6 @@ def test_states_of_strange_kinds_are_one_line(tmp_path: Path) -> None:
         assert caught.value is error
 
 
-class Runs:
-    """An object whose pickle makes a directory when it is read by Python's own unpickler."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self._call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self._call
-
-
 def test_programs_of_torchscript_are_refused(tmp_path: Path) -> None:
     torch.jit.script(torch.nn.Linear(1, 1)).save(str(tmp_path / "file.pt"))
     with pytest.raises(ValueError, match="TorchScript"):
@@ -156,8 +139,8 @@ def foreign_class() -> Any:
 def test_no_function_of_a_file_is_called(load: Any, tmp_path: Path) -> None:
     made = tmp_path / "made"
     hostile = [
-        *(Runs(os.mkdir, str(made)), Runs(os.system, f"mkdir {made}"), Runs(torch.load, str(made))),
-        *(Runs(eval, f"__import__('os').mkdir({str(made)!r})"), Runs(bytearray, 10**15)),
+        *(Calls(os.mkdir, str(made)), Calls(os.system, f"mkdir {made}"), Calls(torch.load, str(made))),
+        *(Calls(eval, f"__import__('os').mkdir({str(made)!r})"), Calls(bytearray, 10**15)),
     ]
     torch.save({"args": Namespace(num_layers=2, hook=hostile), "iteration": 5}, tmp_path / "file.pt")
     found = load(tmp_path / "file.pt")
@@ -177,7 +160,7 @@ def test_values_and_tensors_are_kept_and_foreign_classes_are_inert(foreign_class
 
 
 def test_a_pickle_outside_of_torchs_files_is_read_in_the_same_way(tmp_path: Path) -> None:
-    (tmp_path / "metadata").write_bytes(pickle.dumps({"size": torch.Size([2]), "call": Runs(os.getcwd)}))
+    (tmp_path / "metadata").write_bytes(pickle.dumps({"size": torch.Size([2]), "call": Calls(os.getcwd)}))
     with (tmp_path / "metadata").open("rb") as file:
         found = TensorUnpickler(file).load()
     assert found["size"] == (2,) and isinstance(found["call"], Inert)

@@ -68,10 +68,7 @@ FITS: dict[str, tuple[Callable[[Path], object], tuple[Any, ...], dict[str, Any]]
     "optimizer's files of bf16": (_prefix_of_bf16, (), {}),
     "settings that shape no weight": (lambda d: None, (replace(MODEL, seq_length=16, **STDS),), {}),
     "an older version": (_of_an_older_version, (), {}),
-    "one stage": (lambda d: None, (MODEL, replace(LAYOUT, pipeline_parallel_size=1)), {}),
-    "four replicas": (lambda d: None, (MODEL, replace(LAYOUT, data_parallel_size=4)), {}),
-    "two tensor ranks": (lambda d: None, (MODEL, replace(LAYOUT, tensor_parallel_size=2)), {}),
-    "token slices": (lambda d: None, (MODEL, replace(LAYOUT, num_token_slices=8)), {}),
+    "another layout": (lambda d: None, (MODEL, ParallelLayout(data_parallel_size=4, tensor_parallel_size=2)), {}),
     "another optimizer": (lambda d: None, (MODEL, LAYOUT, "sgd"), {"no_load_optim": True}),
     "no optimizer, only weights": (
         lambda d: replace(checkpoint_info(), optimizer=None).write(d),

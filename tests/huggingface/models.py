@@ -1,6 +1,6 @@
 """Models to convert, and their logits."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.inference import WholeModel
+from tests.inference.checkpoints import checkpoint_info
 
 COMMON: dict[str, Any] = {
     "num_layers": 3,
@@ -67,15 +67,9 @@ def whole_model(model: ModelConfig) -> WholeModel:
 def save(whole: WholeModel, model: ModelConfig, checkpoints: Path, *, tensor_parallel_size: int = 1) -> Path:
     """Save it as a run does; returns the checkpoint's directory."""
     directory = checkpoints / "global_step7"
-    CheckpointInfo(
-        iteration=7,
-        consumed_samples=7,
-        model=asdict(model),
-        layout=asdict(ParallelLayout(tensor_parallel_size=tensor_parallel_size)),
-        optimizer=None,
-        partitioned=False,
-        tokenizer={},
-    ).write(directory)
+    layout = asdict(ParallelLayout(tensor_parallel_size=tensor_parallel_size))
+    info = checkpoint_info(model, 7)
+    replace(info, layout=layout, optimizer=None, partitioned=False, tokenizer={}).write(directory)
     for index, layer in whole.layers.items():
         for rank in range(tensor_parallel_size):
             weights = {

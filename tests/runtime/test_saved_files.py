@@ -17,7 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved, only_safe_files
 from tests.distributed import run_distributed
-from tests.hostile_files import Touch, hostile_zip, legacy_torch_file, plain_pickle, poison
+from tests.hostile_files import Calls, hostile_zip, legacy_torch_file, plain_pickle, poison
 from tests.runtime.training import Setup, as_numpy, build, losses, weights
 
 
@@ -48,7 +48,7 @@ def test_programs_do_not_run(tmp_path: Path, write: Callable[[Path, Path], None]
 
 def test_one_line_names_the_file_and_its_function(tmp_path: Path) -> None:
     path = tmp_path / "mp_rank_00_model_states.pt"
-    torch.save({"more": Touch(tmp_path / "hit")}, path)
+    torch.save({"more": Calls(Path.touch, tmp_path / "hit")}, path)
     with pytest.raises(UnsafeFileError, match="could run a program, and did not: load a checkpoint") as caught:
         load_saved(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
@@ -84,7 +84,7 @@ def test_of_attributes_only_members_of_enumerations_are_read(tmp_path: Path) -> 
 def test_variables_of_torch_are_as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     before = dict(os.environ)
-    torch.save({"more": Touch(tmp_path / "hit")}, tmp_path / "file.pt")
+    torch.save({"more": Calls(Path.touch, tmp_path / "hit")}, tmp_path / "file.pt")
     with pytest.raises(UnsafeFileError), only_safe_files(tmp_path):
         torch.load(tmp_path / "file.pt", weights_only=False)
     assert dict(os.environ) == before and not (tmp_path / "hit").exists()
