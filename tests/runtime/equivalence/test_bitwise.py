@@ -1,7 +1,7 @@
 """With the same cut, neither the number of stages nor the schedule on them changes a single bit of any gradient.
 
 Gradients add up in one order: micro-batches first to last, token slices last to first. That schedules on the same
-stages agree to the bit is tested with the trainer's model (`tests/training/equivalence/test_schedules_agree.py`).
+stages agree to the bit is tested with the trainer's model (`tests/training/equivalence/test_same_bits.py`).
 """
 
 import numpy as np
