@@ -1,7 +1,7 @@
 """Rotary positions."""
 
 from dataclasses import replace
-from math import log, pi
+from math import pi
 from typing import Any
 
 import pytest
@@ -144,12 +144,6 @@ def test_yarn_is_that_of_megatron(name: str) -> None:
     ]
     assert rotation.frequencies == pytest.approx(expected, rel=1e-6)
     assert rotation.factor == pytest.approx(yarn._yarn_get_concentration_factor(model.rotary_scaling_factor, 1.0, 0.0))
-
-
-def test_the_attention_factor_of_yarn_follows_from_its_factor() -> None:
-    assert rope(**YARN).rotary_attention_factor == pytest.approx(0.1 * log(4) + 1)
-    assert rope(**LLAMA3).rotary_attention_factor == 1
-    assert rope(**YARN, rotary_attention_factor=2.0).rotary_attention_factor == 2
 
 
 def test_without_scaling_wavelengths_are_powers_of_the_base() -> None:
