@@ -94,23 +94,19 @@ class PackageTokenizer(Tokenizer):
         with _errors_of_package("the tokenizer contradicts itself"):
             # The fast form leaves out which characters each token came from: a quarter less time.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
+        return encoding.ids
 
     def _decode(self, ids: list[int]) -> str:
         with _errors_of_package("the tokenizer contradicts itself"):
-            text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its spelling; None if there is none."""
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        return self._tokenizer.token_to_id(token)
 
     def plain_text(self, ids: list[int]) -> str:
         """Return the text of ids without special tokens."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @contextmanager
@@ -153,8 +149,7 @@ class HuggingFaceTokenizer(PackageTokenizer):
     def _find_end(self, file: Path) -> int:
         named = _end_named_by(file.with_name(CONFIG_FILE))
         for token in (named,) if named else ENDS_OF_DOCUMENT:
-            token_id: int | None = self._tokenizer.token_to_id(token)
-            if token_id is not None:
+            if (token_id := self.id_of(token)) is not None:
                 return token_id
         candidates = f"{named}, which {CONFIG_FILE} names" if named else ", ".join(ENDS_OF_DOCUMENT)
         raise DataError(
@@ -389,12 +384,10 @@ class SentencePieceTokenizer(Tokenizer):
             )
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text)
-        return ids
+        return self._model.encode(text)
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids)
-        return text
+        return self._model.decode(ids)
 
 
 def _read_sentencepiece_model(path: Path) -> "SentencePieceProcessor":

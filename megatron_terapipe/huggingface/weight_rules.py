@@ -133,25 +133,6 @@ class Heads:
         return torch.cat(parts, dim=1).flatten(0, 2)
 
 
-def attention(ours: str, theirs: Sequence[str], heads: Heads) -> WeightRule:
-    """Return the rule of our product of queries, keys and values, which are a tensor each there."""
-    return WeightRule(ours, tuple(theirs), heads.apart, heads.grouped)
-
-
-def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
-    """Return the rule of our product of queries, keys and values, which are one tensor there.
-
-    All queries come first, then all keys, then all values.
-    """
-    rows = [heads.groups * count * heads.size for count in (heads.queries_of_group, 1, 1)]
-    return WeightRule(
-        ours,
-        (theirs,),
-        lambda weight: (torch.cat(heads.apart(weight)),),
-        lambda tensors: heads.grouped(tensors[0].split(rows)),
-    )
-
-
 def turned(rule: WeightRule) -> WeightRule:
     """Return the rule of a weight whose matrices [out, in] here are [in, out] there; a bias is unchanged."""
     return WeightRule(
@@ -246,14 +227,26 @@ def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:
 
 
 def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
+    """The rule of our product of queries, keys and values: a tensor each there, or one with all queries first."""
     groups = model.num_key_value_heads
     heads = Heads(groups, model.num_attention_heads // groups, model.kv_channels, model.attention_output_gate)
     theirs = [block + each for each in names.query_key_value]
-    if len(theirs) > 1:
-        return lambda ours, kind: attention(ours, [f"{each}.{kind}" for each in theirs], heads)
-    if names.grouped:
+    if len(theirs) == 1 and names.grouped:
         return _plain(theirs[0])
-    return lambda ours, kind: fused_attention(ours, f"{theirs[0]}.{kind}", heads)
+    rows = [groups * count * heads.size for count in (heads.queries_of_group, 1, 1)]
+
+    def rule(ours: str, kind: str) -> WeightRule:
+        tensors = tuple(f"{each}.{kind}" for each in theirs)
+        if len(tensors) > 1:
+            return WeightRule(ours, tensors, heads.apart, heads.grouped)
+        return WeightRule(
+            ours,
+            tensors,
+            lambda weight: (torch.cat(heads.apart(weight)),),
+            lambda found: heads.grouped(found[0].split(rows)),
+        )
+
+    return rule
 
 
 def _recurrence(sizes: Recurrence, block: str, *, grouped: bool) -> Mapping[str, Named]:

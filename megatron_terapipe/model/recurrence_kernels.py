@@ -82,7 +82,8 @@ class Kernel:
 def _both_ways(compute: Callable[..., Results], tensors: list[Tensor | None]) -> list[Tensor]:
     """Results, and the gradients of all tensors."""
     # The layer may run in a checkpoint, whose hooks would count the tensors saved here as tensors of the layer.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    unchanged = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.enable_grad(), unchanged:
         leaves = [None if each is None else each.detach().requires_grad_() for each in tensors]
         leaves[-1] = torch.full_like(tensors[-1], 0.1).requires_grad_()  # A state of 0 would hide a wrong decay.
         results = compute(*leaves)
@@ -90,10 +91,6 @@ def _both_ways(compute: Callable[..., Results], tensors: list[Tensor | None]) ->
         towards = [torch.cos(each.detach()) for each in results]
         found = torch.autograd.grad(results, given, towards, materialize_grads=True)
     return [each.detach().to(torch.float32) for each in (*results, *found)]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _plain_delta_rule(
