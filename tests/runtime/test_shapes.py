@@ -18,8 +18,6 @@ from tests.runtime.reference import Reference
 from tests.runtime.training import ROWS, Setup, build, feed
 
 CUT = (9, 1, 8, 6)
-
-
 SETUPS = {
     2: [
         Setup(pp=2, cut=CUT),
@@ -36,7 +34,7 @@ KNOWN, ONCE, DYNAMIC = {}, {"activation_spec": None}, {"activation_spec": None, 
 
 
 def _launch(world_size: int) -> dict[str, Any]:
-    """By setup and source of shapes, the tensors this rank sent in each of three steps, and then in two evaluations."""
+    """By setup and source of shapes, the tensors this rank sent in each of two steps, and then in two evaluations."""
     messages = [
         [_messages_of(setup, keywords) for keywords in (KNOWN, ONCE, DYNAMIC)] for setup in SETUPS.get(world_size, ())
     ]
@@ -55,7 +53,7 @@ def launched(world_size: int) -> list[dict[str, Any]]:
 def _messages_of(setup: Setup, keywords: dict[str, Any]) -> list[int]:
     engine = build(setup, **keywords)
     sent = [engine.num_messages]
-    for step, run in enumerate([engine.train_batch] * 3 + [engine.eval_batch] * 2):
+    for step, run in enumerate([engine.train_batch] * 2 + [engine.eval_batch] * 2):
         run(feed(engine, setup, step=step))
         sent.append(engine.num_messages)
     return [after - before for before, after in pairwise(sent)]
@@ -93,10 +91,10 @@ def test_messages_are_the_transfers_of_the_program_and_headers(world_size: int) 
                 assert sends == units * ((rank < setup.pp - 1) + (rank > 0)), f"{setup} on rank {rank}"
                 assert kinds == len(setup.cut) * (rank < setup.pp - 1), f"{setup} on rank {rank}"
             assert found == [
-                [sends, sends, sends, forward, forward],
+                [sends, sends, forward, forward],
                 # Gradients have the shapes of their activations. Evaluation has shapes of its own.
-                [sends + kinds, sends, sends, forward + forward_kinds, forward],
-                [sends + activations] * 3 + [forward + forward_activations] * 2,
+                [sends + kinds, sends, forward + forward_kinds, forward],
+                [sends + activations] * 2 + [forward + forward_activations] * 2,
             ], f"{setup} on rank {rank}"
 
 
