@@ -29,12 +29,6 @@ def positions_of(**given: object) -> PositionEmbedding:
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_positions_count_from_the_start_of_the_sequence(cut: tuple[int, ...]) -> None:
-    embedding, hidden = positions_of(), hidden_state(32, SEQ)
-    assert torch.equal(in_token_slices(embedding, hidden, cut), hidden + embedding.weight[:SEQ])
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_positions_restart_with_documents(cut: tuple[int, ...]) -> None:
     embedding, hidden = positions_of(), hidden_state(32, SEQ)
     found = in_token_slices(embedding, hidden, cut, documents=Documents(STARTS))

@@ -22,7 +22,10 @@ ALONE = TensorParallelRanks()
 START = [WordEmbedding, PositionEmbedding]
 
 
-def test_tied_layers_first_to_last() -> None:
+def test_layers_first_to_last() -> None:
+    untied = gpt_layers(llama_config())
+    assert [spec.typename for spec in untied] == [*START, *[TransformerBlock] * 3, RMSNorm, OutputLayer]
+    assert not any(isinstance(spec, TiedLayerSpec) for spec in untied)
     specs = gpt_layers(model_config())
     assert [spec.typename for spec in specs] == [*START, *[TransformerBlock] * 3, LayerNorm, WordEmbedding]
     first, last = specs[0], specs[-1]
@@ -33,12 +36,6 @@ def test_tied_layers_first_to_last() -> None:
     hidden = torch.randn(2, 5, 32)
     logits = last.forward_fn(embedding, hidden).compute()
     torch.testing.assert_close(logits[..., :257], hidden @ embedding.weight[:257].T)
-
-
-def test_untied_layers_first_to_last() -> None:
-    specs = gpt_layers(llama_config())
-    assert [spec.typename for spec in specs] == [*START, *[TransformerBlock] * 3, RMSNorm, OutputLayer]
-    assert not any(isinstance(spec, TiedLayerSpec) for spec in specs)
 
 
 @given(model=models())

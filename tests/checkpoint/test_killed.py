@@ -1,4 +1,4 @@
-"""Of two runs that save into one directory the second is refused, and none stays locked out."""
+"""Processes killed while they save or hold a directory: a whole checkpoint is found, no later run is locked out."""
 
 import os
 import subprocess
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.checkpoint.directories import LOCK, only_run_in
+from megatron_terapipe.checkpoint.directories import LOCK, latest_checkpoint, only_run_in
 from megatron_terapipe.errors import CheckpointError
+from tests.checkpoint.killed_saves import found, kill_at_every_point, killed_at
 
 HOLDER = """
 import sys, time
@@ -65,3 +66,27 @@ def test_there_is_one_holder_at_a_time(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert sum(threads.map(hold, range(4))) > 200
+
+
+@pytest.fixture(autouse=True)
+def _no_power_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of a killed process are in the file without a sync, which takes most of the time."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def test_killed_while_saving_over_the_latest(tmp_path: Path) -> None:
+    """The same iteration again: `latest` always has its checkpoint. Others: tests/faults/campaigns/saving.py."""
+    points, iterations = kill_at_every_point(tmp_path, [2, 6], 6, 1)
+    assert points > 15
+    assert iterations == {6}
+
+
+def test_killed_in_the_first_save(tmp_path: Path) -> None:
+    point, killed, ends = 0, True, []
+    while killed:
+        folder = tmp_path / str(point)
+        killed = killed_at(point, folder, 3, None)
+        ends.append(latest_checkpoint(folder) is not None and found(folder).iteration)
+        point += 1
+    assert ends == sorted(ends)
+    assert (ends[0], ends[-1]) == (0, 3)
