@@ -15,6 +15,7 @@ from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.timeline import executed_order
 from megatron_terapipe.run_report.report import read_report
 from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.training.records import Saved
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
@@ -66,7 +67,7 @@ def test_the_report_of_a_run(trained: Trained) -> None:
     assert (start.iteration, start.train_iters, start.machine.device, start.machine.num_devices) == (0, 6, "cpu", 2)
     assert Strategy.from_json(start.strategy).pipeline_parallel_size == 2
     assert (end.iteration, end.reason, end.failed) == (6, "", False)
-    assert [saved.iteration for saved in report.run.pieces[0].saves] == [3, 6]
+    assert [saved.iteration for saved in report.run.pieces[0].of(Saved)] == [3, 6]
     assert len(report.figures.peak_memory_bytes) == 2 and report.figures.starts == 1
     assert report.steps is not None and len(report.steps.comparison.steps) == 3
     assert "wrote the report report.html" in trained.output
