@@ -80,7 +80,7 @@ class LaunchedLayers:
 
 def cluster_of(setting: Setting) -> Cluster:
     """Return a cluster of as many nodes as the setting fills."""
-    known = machine("p3.16xlarge").node
+    known = machine("p3.16xlarge")
     number = -(-num_devices(setting) // known.num_devices)
     nodes = (
         Node(
