@@ -30,14 +30,14 @@ def v100() -> Device:
 
 def g4dn(index: int) -> Node:
     """A g4dn.12xlarge: four T4, PCIe, 50 Gbit/s."""
-    known = machine("g4dn.12xlarge").node
+    known = machine("g4dn.12xlarge")
     inside = Link(bandwidth=50 * GIGABIT, latency_s=known.inside.latency_s)
     return Node(name=f"g4dn-{index}", device=t4(), num_devices=4, inside=inside, network=known.network)
 
 
 def p3(index: int) -> Node:
     """A p3.8xlarge: four V100, NVLink, 10 Gbit/s."""
-    known = machine("p3.8xlarge").node
+    known = machine("p3.8xlarge")
     return Node(name=f"p3-{index}", device=v100(), num_devices=4, inside=known.inside, network=known.network)
 
 
