@@ -78,7 +78,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run what starts ranks on one worker of three."""
+    """Run what starts ranks in lanes."""
     from tests.lanes import Lanes
 
     return Lanes(config, log)

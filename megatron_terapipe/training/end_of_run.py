@@ -8,8 +8,9 @@
     another rank is lost                                     its watch (`rank_watch.py`)        `LOST`
     Ctrl-C                                                   first rank of each host            130
 
-Before the process group exists, all ranks of a host read the same flags and files, and have the same error. Other
-exceptions are failures of the program, and pass.
+Before the process group exists, all ranks of a host read the same flags and files, and have the same error. The
+name of a file that is too long is an error of the user, wherever it is found. Other exceptions are failures of the
+program, and pass.
 
 Imported before torch, so that the death of a launcher is detected also while torch loads. `torchrun --max-restarts N`
 starts the same command again when a rank has died. Its `--load` may then be older than its own checkpoints in `--save`,
@@ -74,11 +75,14 @@ class EndOfRun:
                 self.after_report.pop_all()
                 self.lost(str(error))
                 self.code = LOST
-            case UserError():
+            case UserError() | OSError(errno=errno.ENAMETOOLONG):
+                line = (
+                    f"{error.filename} is longer than the name of a file may be"
+                    if isinstance(error, OSError)
+                    else error
+                )
                 reports = self.launch.rank == 0 if isinstance(error, AGREED) else first_of_host or self.in_process_group
-                self._end(BAD_INPUT, f"error: {error}" if reports else "")
-            case OSError(errno=errno.ENAMETOOLONG, filename=name):
-                self._end(BAD_INPUT, f"error: {name} is longer than the name of a file may be" if first_of_host else "")
+                self._end(BAD_INPUT, f"error: {line}" if reports else "")
             case KeyboardInterrupt():
                 self._end(INTERRUPTED, f"interrupted: {remedy(self.save)}" if first_of_host else "")
         self.after_report.close()

@@ -1,6 +1,7 @@
 """Which rank reports how a run ends, its exit code, and the checkpoint of a run that torchrun may start again."""
 
 from dataclasses import replace
+from errno import ENAMETOOLONG
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_terapipe.training.end_of_run import EndOfRun, LostRank, after_rest
 BEFORE, INSIDE = False, True
 """The process group."""
 
+TOO_LONG = "error: x is longer than the name of a file may be\n"
 LINE, INTERRUPTED = "error: wrong\n", "interrupted: no checkpoint was saved, so start again\n"
 
 
@@ -31,6 +33,8 @@ LINE, INTERRUPTED = "error: wrong\n", "interrupted: no checkpoint was saved, so 
         (AgreedCheckpointError("wrong"), INSIDE, 2, (LINE, "", "")),
         (NumbersError("wrong"), INSIDE, 2, (LINE, "", "")),
         (SearchError("wrong"), BEFORE, 2, (LINE, "", "")),
+        (OSError(ENAMETOOLONG, "too long", "x"), BEFORE, 2, (TOO_LONG, "", TOO_LONG)),
+        (OSError(ENAMETOOLONG, "too long", "x"), INSIDE, 2, (TOO_LONG, TOO_LONG, TOO_LONG)),
         (LostRank("rank 1 died"), INSIDE, LOST, ("", "", "")),
         (KeyboardInterrupt(), BEFORE, 130, (INTERRUPTED, "", INTERRUPTED)),
         (KeyboardInterrupt(), INSIDE, 130, (INTERRUPTED, "", INTERRUPTED)),

@@ -1,6 +1,6 @@
 """Trials: measured training runs, one JSON object a line of a trials file.
 
-`answer.trial_runs.Journal` writes them. Trials of published tables may have clusters in a few flat fields, and names
+`answer.trial_command.Journal` writes them. Trials of published tables may have clusters in a few flat fields, and names
 of schedules as in papers; trainers and precisions that a publication states once are in a file of `--trainers`.
 """
 
