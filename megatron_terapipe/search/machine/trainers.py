@@ -61,7 +61,7 @@ TERAPIPE_OPERATORS = Operators(
     head_norm=Operator(
         forward=2.4, backward=5, forward_bytes=0.1, backward_bytes=0.1, forward_kernels=2.5, backward_kernels=2
     ),
-    # Queries out of the product, keys and values into their buffers (1 kernel). Back: gradients put together (1), and
+    # Queries out of the product, keys and values into their buffers (1 kernel). Back: gradients put together (1),
     # and gradients of keys and values with later token slices (2).
     heads=Operator(forward=1.2, backward=1.6, backward_bytes=0.8, forward_kernels=1, backward_kernels=3),
     # Packed in the order of the message, and unpacked: two copies. Queries, keys and values are unpacked one by one,
