@@ -203,7 +203,7 @@ def dimension(default: Any, **facts: Any) -> Any:
 
 def dimensions_of(strategy: type[Any]) -> tuple[Dimension, ...]:
     """Return the dimensions that the fields of a dataclass declare, in their order."""
-    sections = get_type_hints(Config).values()
+    sections = Config.sections().values()
     most = {each.name: option_of(each).most for section in sections for each in fields(section)}
     hints = get_type_hints(strategy)
     found = []

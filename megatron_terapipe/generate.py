@@ -171,7 +171,7 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
     from megatron_terapipe.checkpoint.directories import checkpoint_info, existing_checkpoint
 
     directory = existing_checkpoint(options.load, options.load_tag)
-    info = checkpoint_info(directory)
+    info = checkpoint_info(directory).of_gpt(directory)
     model = ModelConfig(**info.model)
 
     def weights(line: ProgressLine) -> tuple[Callable[..., Mapping[str, Any]], Progress]:

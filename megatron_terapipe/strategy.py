@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from operator import neg
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
@@ -499,7 +499,7 @@ class Strategy:
             "data": DataConfig(mock_data=True),
             **more,
         }
-        others = {name: kind() for name, kind in get_type_hints(Config).items() if name not in sections}
+        others = {name: kind() for name, kind in Config.sections().items() if name not in sections}
         return Config(**sections, **others)
 
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.parser import (
     OTHER_DEFAULTS,
+    PROGRAM,
     CommandLine,
+    OwnFlags,
     asked_for,
     default_of,
     flags,
@@ -51,6 +53,9 @@ from megatron_terapipe.strategy import DIMENSIONS, SOLVED, FoundStrategy, Strate
 
 Values = Mapping[str, Any]
 """Values by field."""
+
+TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+"""Fields that name a tokenizer."""
 
 
 class Part(NamedTuple):
@@ -141,7 +146,7 @@ def model_folder(line: CommandLine, above: Values) -> Iterator[Part]:
         raise ConfigError(f"--save {save} holds a model of Hugging Face: name another directory for checkpoints")
     family, settings = read_fields(load, "--load")
     yield Part(_without_what_follows(settings, above), source, family=family)
-    if not any(above.get(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")):
+    if not any(above.get(name) for name in TOKENIZER_FLAGS):
         found = tokenizer_of(Path(load))
         if not found and not above.get("mock_data"):
             raise ConfigError(f"{source} has no tokenizer that can be read: add --tokenizer-type and its files")
@@ -221,6 +226,12 @@ def megatron_defaults(line: CommandLine, above: Values) -> Iterator[Part]:
         yield Part({name: theirs for name, (theirs, _) in OTHER_DEFAULTS.items()}, "--defaults megatron")
 
 
+def own_data(line: CommandLine, above: Values) -> Iterator[Part]:
+    """Read the tokenizer of data that the program makes: ids below `--vocab-size`, if no flag names another."""
+    if line.has_own_data and not any(above.get(name) for name in TOKENIZER_FLAGS):
+        yield Part({"tokenizer_type": "NullTokenizer"}, "the program, which makes its data")
+
+
 LAYERS: tuple[Callable[[CommandLine, Values], Iterator[Part]], ...] = (
     resumed_run,
     command_line,
@@ -232,6 +243,7 @@ LAYERS: tuple[Callable[[CommandLine, Values], Iterator[Part]], ...] = (
     hybrid_pattern,
     deepspeed_settings,
     megatron_defaults,
+    own_data,
 )
 """Sources of values: the first that sets a field counts, and the default of the field if none does."""
 
@@ -361,19 +373,28 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Config:
     return read_arguments(argv).config
 
 
-def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFinder | None = None) -> Arguments:
+def read_arguments(
+    argv: Sequence[str] | None = None,
+    find_strategy: StrategyFinder | None = None,
+    *,
+    program: str = PROGRAM,
+    own_flags: OwnFlags | None = None,
+    has_own_data: bool = False,
+) -> Arguments:
     """Read the command line, and the strategy file and the preset that it names.
 
     Args:
         argv: words after the name of the program; None = the words of this process.
         find_strategy: finds the strategy of `--strategy auto`; None where no run starts.
+        own_flags: adds flags of the program's own, whose values are `Config.own`.
+        has_own_data: whether the program makes its data, so that no flag has to name any.
     """
     words = sys.argv[1:] if argv is None else argv
     group = asked_for(words)
     if group is not None:
-        print(trainer_help(group), end="")
+        print(trainer_help(group, program, own_flags), end="")
         raise SystemExit(0)
-    line = read_command_line(words)
+    line = read_command_line(words, own_flags, has_own_data=has_own_data)
     merged = Merged.of(line)
     with merged.named_in_errors():
         _check_accepted(line, merged.values)
@@ -382,6 +403,8 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
             merged, searched = _with_found_strategy(merged, find_strategy)
         values, about_zero = _run_under_zero(merged.values)
         config = build_config(values)
+        if not has_own_data:
+            config.data.check_source()
     lines = (
         *notices(line, merged.values, config),
         *_about_deepspeed(line),
@@ -424,13 +447,13 @@ def build_config(given: Mapping[str, Any]) -> Config:
     given = resolve_spellings(given)
     if given.get("hybrid_layer_pattern"):  # The stages that it draws are no part of a model.
         given["hybrid_layer_pattern"] = given["hybrid_layer_pattern"].replace("|", "")
-    sections = {
+    sections: dict[str, Any] = {
         section: section_class(
             **{each.name: given[each.name] for each in declared if each.section == section and each.name in given}
         )
-        for section, section_class in get_type_hints(Config).items()
+        for section, section_class in Config.sections().items()
     }
-    return Config(**sections)
+    return Config(**sections, **{name: given[name] for name in ("own",) if name in given})
 
 
 def _with_found_strategy(merged: Merged, find_strategy: StrategyFinder | None) -> tuple[Merged, tuple[str, ...]]:

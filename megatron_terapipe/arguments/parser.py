@@ -72,7 +72,7 @@ class Flag:
 @cache
 def sections() -> dict[str, type[Any]]:
     """Return the classes of sections whose fields are flags: sections of the configuration, and other spellings."""
-    return {**get_type_hints(Config), "spellings": Spellings}
+    return {**Config.sections(), "spellings": Spellings}
 
 
 @cache
@@ -165,6 +165,9 @@ class CommandLine:
     set_by: dict[str, str] = field(default_factory=dict)
     """Flag that set each field, as it was spelled."""
 
+    has_own_data: bool = False
+    """Whether the program makes its data."""
+
     def set(self, name: str, spelling: str, value: Any) -> None:
         """Set a field. A flag may be repeated, and the last one counts; two flags that disagree are an error."""
         if isinstance(value, Otherwise):
@@ -186,12 +189,28 @@ class CommandLine:
             self.idle.append(spelling)
 
 
-def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read words."""
-    words = [_with_dashes(word) for word in argv]
-    parser = _parser()
-    _check_flags(words, parser._option_string_actions)
-    return parser.parse_args(words, namespace=CommandLine())
+OwnFlags = Callable[[argparse.ArgumentParser], object]
+"""Adds the flags of a program of the user's own to a parser."""
+
+
+def read_command_line(
+    argv: Sequence[str], own_flags: OwnFlags | None = None, *, has_own_data: bool = False
+) -> CommandLine:
+    """Read words; flags that the program adds set the field `own`."""
+    parser, line = _parser(), CommandLine(has_own_data=has_own_data)
+    known = dict.fromkeys(parser._option_string_actions)
+    words = list(argv)
+    if own_flags is not None:
+        own = _Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+        own_flags(own)
+        both = [name for name in own._option_string_actions if name in known]
+        if both:
+            raise ConfigError(f"{both[0]} of the program is a flag of the trainer: give it another name")
+        known |= dict.fromkeys(own._option_string_actions)
+        line.given["own"], words = own.parse_known_args(words)
+    words = [_with_dashes(word) for word in words]
+    _check_flags(words, known)
+    return parser.parse_args(words, namespace=line)
 
 
 @cache
@@ -313,11 +332,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{text}: {remedy}" if remedy else text)
 
 
-def new_parser(epilog: str | None = None) -> argparse.ArgumentParser:
+def new_parser(epilog: str | None = None, prog: str = PROGRAM) -> argparse.ArgumentParser:
     """Return a parser without flags, whose errors are ours; `epilog` ends its help."""
     return _Parser(
-        prog=PROGRAM,
-        usage=f"deepspeed {PROGRAM} --num-layers N ... [flags]",
+        prog=prog,
+        usage=f"deepspeed {prog} --num-layers N ... [flags]",
         description="Pretrain a GPT with data, tensor, pipeline and token-slice parallelism on DeepSpeed.",
         epilog=epilog or "Flags may also be spelled with underscores.",
         argument_default=argparse.SUPPRESS,
@@ -503,9 +522,11 @@ def add_flags_of(parser: argparse.ArgumentParser, group: str, *, without: Collec
             _add(shown, by_name[name])
 
 
-def trainer_help(group: str) -> str:
-    """Return the help of `pretrain_gpt.py`: of one of `groups()`, or the short one for ""."""
-    parser = new_parser(epilog=None if group else other_flags("pretrain_gpt.py"))
+def trainer_help(group: str, prog: str = PROGRAM, own_flags: OwnFlags | None = None) -> str:
+    """Return the help of a program: of one of `groups()`, or the short one for ""; with the flags that it adds."""
+    parser = new_parser(None if group else other_flags(prog), prog)
+    if own_flags is not None and group in ("", ALL):
+        own_flags(parser)
     add_flags_of(parser, group)
     return parser.format_help()
 

@@ -169,7 +169,7 @@ def export_checkpoint(
         dtype: type of the weights; None as they were saved.
         eod: id of the token that ends a document; None if it is unknown.
     """
-    info = checkpoint_info(directory)
+    info = checkpoint_info(directory).of_gpt(directory)
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
     layers = _verified_layers(directory, info, model, dtype, progress)
@@ -212,7 +212,7 @@ def export_megatron(
     Args:
         dtype: type of the weights; None as they were saved.
     """
-    info = checkpoint_info(directory)
+    info = checkpoint_info(directory).of_gpt(directory)
     model = ModelConfig(**info.model)
     if model.num_experts is not None:
         raise ConfigError(

@@ -49,7 +49,7 @@ def check_run(found: Mapping[str, Any]) -> None:
     for name in ("partitioned", "has_manifest"):
         if not isinstance(found[name], bool):
             raise _wrong(name, found[name], "true or false")
-    for name in ("optimizer", "family"):
+    for name in ("optimizer", "family", "program"):
         if found[name] is not None and not isinstance(found[name], str):
             raise _wrong(name, found[name], "a name or null")
     if found["family"] is not None and found["family"] not in FAMILIES:
@@ -120,6 +120,10 @@ def _wrong(name: str, value: object, rule: str) -> ValueError:
     return ValueError(f"{name} is {shown}, and must be {rule}")
 
 
+def _layers_of(program: str | None) -> str:
+    return "the layers of the GPT" if program is None else f"layers of {program}"
+
+
 RUN_FILE = "run.json"
 
 _ROTATIONS = {
@@ -164,6 +168,8 @@ class CheckpointInfo:
     """Layers that the output layer was saved as."""
     optimizer_schedule: dict[str, Any] = field(default_factory=dict)
     """Fields that set learning rate and weight decay over the training; empty in checkpoints of earlier versions."""
+    program: str | None = None
+    """File of the program whose layers it has; None for the GPT's."""
 
     def __post_init__(self) -> None:
         if self.model.get("num_experts") is None:
@@ -288,11 +294,19 @@ class CheckpointInfo:
         *,
         weights_only: bool,
         extends_positions: bool = False,
+        program: str | None = None,
     ) -> None:
         """Refuse a run in which a weight has another shape or meaning, or whose optimizer cannot use the state.
 
         Layouts may differ. With `extends_positions`, rotations may differ.
+
+        Args:
+            program: file of the program whose layers the run has; None for the GPT's.
         """
+        if (self.program is None) != (program is None):
+            raise CheckpointError(
+                f"the checkpoint has {_layers_of(self.program)}, this run {_layers_of(program)}: load another"
+            )
         self._check_model(model, _ROTATIONS if extends_positions else set())
         rows = model.padded_vocab_size(self.tensor_parallel_size), model.padded_vocab_size(layout.tensor_parallel_size)
         if rows[0] != rows[1]:
@@ -313,6 +327,15 @@ class CheckpointInfo:
                 f"the checkpoint has the state of --optimizer {self.optimizer}, this run uses {optimizer}: set "
                 f"--optimizer {self.optimizer}, or load only the weights with --no-load-optim"
             )
+
+    def of_gpt(self, directory: Path) -> "CheckpointInfo":
+        """Return these facts of a directory, for work that needs the GPT's layers; refuse another model."""
+        if self.program is None:
+            return self
+        raise CheckpointError(
+            f"checkpoint {directory} has {_layers_of(self.program)}, and only the GPT's are converted, exported and "
+            "run outside of training: load it in that program"
+        )
 
     def _check_model(self, model: ModelConfig, extended: Set[str]) -> None:
         # A checkpoint of an older version has no values of newer settings.

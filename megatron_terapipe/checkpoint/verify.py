@@ -40,13 +40,20 @@ from megatron_terapipe.model.gpt import layers_with_weights
 
 
 def find_checkpoint(
-    config: CheckpointConfig, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, checks_files: bool = True
+    config: CheckpointConfig,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    optimizer: str,
+    *,
+    checks_files: bool = True,
+    program: str | None = None,
 ) -> tuple[Path, CheckpointInfo] | None:
     """The checkpoint that a run continues from, which fits the run; None to start from the beginning.
 
     Args:
         checks_files: check that every file exists and is whole. Ranks that leave it to the first one read only the
             facts of the run.
+        program: file of the program whose layers the run has; None for the GPT's.
     """
     if config.save is not None:
         refuse_foreign("--save", config.save)
@@ -64,7 +71,8 @@ def find_checkpoint(
         return None
     directory, info = found
     extends = config.extend_positions and config.weights_only
-    info.check(model, layout, optimizer, weights_only=config.weights_only, extends_positions=extends)
+    weights_only = config.weights_only
+    info.check(model, layout, optimizer, weights_only=weights_only, extends_positions=extends, program=program)
     # If another may replace a damaged one, all ranks check it later, at the same time.
     if checks_files and not config.load_previous_if_damaged:
         check_files(directory, info, model, weights_only=config.weights_only)
@@ -103,14 +111,18 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
 def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
     """Return the names of the files with tensors that a run loads; refuse a checkpoint without one of them."""
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
-    names = [
-        layer_file(*info.place(layer, part))
-        for layer in layers_with_weights(model)
-        for part in range(info.num_parts(layer))
-    ]
     experts = range(info.expert_parallel_size if info.has_files_of_experts() else 0)
-    layers = [layer for layer, block in enumerate(model.blocks, LAYERS_BEFORE_BLOCKS) if block.num_experts]
-    names += [experts_file(layer, rank) for layer in layers for rank in experts]
+    if info.program is not None:
+        manifest = manifest_of(directory, info)
+        names = [] if manifest is None else [name for name in manifest.files if name.startswith("layer_")]
+    else:
+        names = [
+            layer_file(*info.place(layer, part))
+            for layer in layers_with_weights(model)
+            for part in range(info.num_parts(layer))
+        ]
+        layers = [layer for layer, block in enumerate(model.blocks, LAYERS_BEFORE_BLOCKS) if block.num_experts]
+        names += [experts_file(layer, rank) for layer in layers for rank in experts]
     if not weights_only:
         names += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
         if info.partitioned:

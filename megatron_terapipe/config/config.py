@@ -1,8 +1,9 @@
 """The whole configuration: every section, and the rules that hold between them."""
 
-from dataclasses import dataclass
+from argparse import Namespace
+from dataclasses import dataclass, field, is_dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -47,6 +48,8 @@ class Config:
     logging: LoggingConfig
     numbers: NumbersConfig
     deepspeed: DeepSpeedConfig
+    own: Namespace = field(default_factory=Namespace)
+    """Values of the flags that the program of a user's own model adds."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "training", self.training.for_sequences(self.model.seq_length))
@@ -60,6 +63,11 @@ class Config:
         self._check_document_cuts()
         self._check_precision()
         self._check_iterations()
+
+    @classmethod
+    def sections(cls) -> dict[str, type[Any]]:
+        """Return the classes of the sections, whose fields are the flags of the trainer, by the name of the field."""
+        return {name: kind for name, kind in get_type_hints(cls).items() if is_dataclass(kind)}
 
     def token_slices(self) -> TokenSlices:
         """Return the token slices of `--num-token-slices` and `--token-slices`; equal ones, where documents decide."""

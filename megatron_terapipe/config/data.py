@@ -243,6 +243,13 @@ class DataConfig:
         self._check_paths()
         self._check_tokenizer()
 
+    def check_source(self) -> None:
+        """Check that a flag names data; a program of the user's own may make its data instead."""
+        if self.data_path is None and self.train_data_path is None and not self.mock_data:
+            raise ConfigError(
+                "neither --data-path nor --train-data-path is given: add one, or --mock-data to try a run without"
+            )
+
     @property
     def separates_documents(self) -> bool:
         """Whether the documents within a sample are separated: by their positions, by attention, or by both."""
@@ -297,12 +304,8 @@ class DataConfig:
         if self.mock_data and (own or self.data_path is not None):
             named = flag(own[0] if own else "data_path")
             raise ConfigError(f"--mock-data draws tokens at random and {named} names data: drop one of them")
-        if self.data_path is None and self.train_data_path is None and not self.mock_data:
-            raise ConfigError(
-                f"{flag(own[0])} is given without --train-data-path: add it"
-                if own
-                else "neither --data-path nor --train-data-path is given: add one, or --mock-data to try a run without"
-            )
+        if own and self.data_path is None and self.train_data_path is None:
+            raise ConfigError(f"{flag(own[0])} is given without --train-data-path: add it")
         for name in ("data_path", "split"):
             if own and getattr(self, name) is not None:
                 raise ConfigError(

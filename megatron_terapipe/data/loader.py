@@ -1,11 +1,11 @@
 """Micro-batches for one data-parallel rank, in an order that only the samples consumed decide."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -54,6 +54,22 @@ class MicroBatch:
             ends = ((row[:-1] == separating_eod).nonzero().flatten().tolist() for row in tokens)
             starts = tuple((0, *(end + 1 for end in of_row)) for of_row in ends)
         return cls(tokens=tokens, labels=labels, loss_mask=loss_mask, document_starts=starts)
+
+    @classmethod
+    def from_parts(cls, samples: Sequence[Mapping[str, Any]]) -> "MicroBatch":
+        """Join samples of `tokens`, `labels`, `loss_mask` and perhaps `position_ids`.
+
+        Each is an array [seq]. Documents begin where a position is 0.
+        """
+        tokens, labels, mask = (
+            torch.from_numpy(np.stack([sample[name] for sample in samples]))
+            for name in ("tokens", "labels", "loss_mask")
+        )
+        starts = tuple(
+            tuple(np.flatnonzero(sample["position_ids"] == 0).tolist()) if "position_ids" in sample else (0,)
+            for sample in samples
+        )
+        return cls(tokens=tokens, labels=labels, loss_mask=mask, document_starts=starts)
 
     def pin_memory(self) -> "MicroBatch":
         """Return the batch in page-locked memory, from which an accelerator copies while it computes."""
@@ -125,9 +141,12 @@ class MicroBatchLoader(Iterator[MicroBatch]):
     def _load(self, start: int) -> MicroBatch:
         numbers = range(start, start + self._micro_batch_size)
         samples = [self._dataset[number % len(self._dataset)] for number in numbers]
-        batch = MicroBatch.from_samples(
-            torch.from_numpy(np.stack(samples)), separating_eod=self._separating_eod, masked_eod=self._masked_eod
-        )
+        if isinstance(samples[0], Mapping):
+            batch = MicroBatch.from_parts(samples)
+        else:
+            batch = MicroBatch.from_samples(
+                torch.from_numpy(np.stack(samples)), separating_eod=self._separating_eod, masked_eod=self._masked_eod
+            )
         return batch.pin_memory() if self._pin_memory else batch
 
     def __next__(self) -> MicroBatch:

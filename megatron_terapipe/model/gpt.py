@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
+from torch.nn import functional as F
 
+from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
-from deepspeed_ext.runtime.topology import ExpertParallelRanks
-from megatron_terapipe.config import Config, ModelConfig
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, output_layer
 from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.block import TransformerBlock
@@ -31,18 +34,11 @@ class ModelRanks(NamedTuple):
     """Ranks that share the layers of a model."""
 
     tensor: TensorParallelRanks
-    expert: ExpertParallelRanks | None
-
-
-def gpt_of_run(config: Config, ranks: ModelRanks) -> list[LayerSpec]:
-    """Return the layers of a run's model; see `gpt_layers`."""
-    return gpt_layers(
-        config.model,
-        ranks.tensor,
-        recompute_cheap=config.training.recompute_granularity == "selective",
-        vocabulary_parts=config.parallel.vocabulary_parts,
-        expert_ranks=ranks.expert,
-    )
+    """Ranks with parts of its matrices."""
+    expert: ExpertParallelRanks
+    """Ranks with some of its experts each."""
+    sequence: SequenceParallelRanks
+    """Ranks with parts of the tokens of every token slice."""
 
 
 def gpt_layers(
@@ -122,13 +118,27 @@ def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> Sta
     return StagePartition((0, *inner, *ends, output + vocabulary_parts))
 
 
-def gpt_loss(logits: Logits | VocabularySums, labels: tuple[Tensor, Tensor]) -> Tensor:
+def gpt_loss(logits: Logits | VocabularySums | Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy of the tokens whose loss mask is 1; 0 without any.
 
     Args:
+        logits: of the GPT's output layer; or a tensor [B, N, vocabulary], of layers of one's own.
         labels: token ids [B, N] and the loss mask [B, N].
+
+    Raises:
+        UserError: if a tensor of layers of one's own has another shape.
     """
     targets, loss_mask = labels
-    losses = logits.cross_entropy(targets)
+    if not isinstance(logits, Tensor):
+        losses = logits.cross_entropy(targets)
+    elif logits.dim() != 3 or logits.shape[:2] != targets.shape:
+        raise UserError(
+            f"the last layer returns {tuple(logits.shape)} for labels {tuple(targets.shape)}, and cross-entropy takes "
+            "logits [B, N, vocabulary]: return these, or give pretrain a loss of your own"
+        )
+    else:
+        # In fp32 at least, as the sums of exponentials would lose their digits.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view_as(loss_mask)
     mask = loss_mask.to(losses.dtype)
     return (losses * mask).sum() / mask.sum().clamp(min=1)

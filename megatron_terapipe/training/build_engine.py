@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
@@ -24,12 +24,11 @@ from deepspeed_ext.runtime.health.rank_watch import RankWatch
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, end_process, watch_this_rank
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.topology import ExpertParallelRanks, own_group
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks, own_group
 from megatron_terapipe.checkpoint.restore import damage_in_one_line, load_checkpoint, saved_run
-from megatron_terapipe.config import Config
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError
-from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, gpt_of_run, pipeline_partition
+from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, pipeline_partition
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.training.end_of_run import LostRank, keep_traceback, remedy
@@ -37,13 +36,14 @@ from megatron_terapipe.training.first_rank import rendezvous_error
 from megatron_terapipe.training.micro_batches import documents_reader, loss_tokens, split_batch, split_batch_with_labels
 from megatron_terapipe.training.number_guards import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
+from megatron_terapipe.training.own_layers import (
+    CheckedLoss,
+    blocks_of,
+    check_divided_weights,
+    check_layers_of,
+    partition_of,
+)
 from megatron_terapipe.training.run import Run, reading_ranks
-
-Layers = Callable[[Config, ModelRanks], Sequence[Any]]
-"""Returns the layers of a model, first to last, for the ranks that share each of them."""
-
-Loss = Callable[[Any, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
-"""Returns the mean loss of a token slice, from the outputs of the last layer, and (labels, loss mask)."""
 
 LAUNCHER_NOTICES_S = 5
 """Seconds in which a launcher detects that a rank has ended; DeepSpeed's polls every second."""
@@ -188,9 +188,7 @@ def own_device(local_rank: int, num_visible: int) -> int:
     return local_rank
 
 
-def build_engine(
-    run: Run, watch: StallWatch | None = None, *, layers: Layers = gpt_of_run, loss: Loss = gpt_loss
-) -> TokenSlicePipelineEngine:
+def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelineEngine:
     """Build this rank's stage and its engine, and load the checkpoint of the run, if there is one.
 
     Args:
@@ -202,7 +200,7 @@ def build_engine(
             if run.checkpoint is None
             else saved_run(*run.checkpoint, weights_only=run.config.checkpoint.weights_only)
         )
-        engine = _new_engine(run, watch, layers, loss)
+        engine = _new_engine(run, watch)
     if run.checkpoint is not None and saved is not None:
         with engine.ledger.phase("loading the checkpoint"), damage_in_one_line(run.checkpoint[0]):
             load_checkpoint(engine, *run.checkpoint, saved, run.config.checkpoint)
@@ -210,32 +208,36 @@ def build_engine(
     return engine
 
 
-def _new_engine(run: Run, watch: StallWatch | None, layers: Layers, loss: Loss) -> TokenSlicePipelineEngine:
+def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     """Return the engine of this rank, with new weights."""
-    config, layout = run.config, run.layout
+    config, layout, trained = run.config, run.layout, run.trained
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
     # Products that cuBLAS splits into partial sums add them in fp32; torch lets it round them to bf16 or fp16.
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
     ranks, expert_ranks = tensor_parallel_ranks(run), ExpertParallelRanks.of(layout, _timeout(run))
+    sequence_ranks = SequenceParallelRanks.of(layout, _timeout(run))
     cuts = config.document_cuts()
+    device = torch.device(get_accelerator().current_device_name())
+    with device:  # Weights are drawn on it.
+        layers = trained.layers(config, ModelRanks(ranks, expert_ranks, sequence_ranks))
+    check_layers_of(layers, trained.program)
 
     def hidden_state(rows: int, length: int, dtype: torch.dtype) -> MessageSpec:
         own = length // ranks.size if ranks.sequence_parallel else length
         return (TensorSpec((rows, own, config.model.hidden_size), dtype, requires_grad=True),)
 
-    # Weights are drawn on the device. DeepSpeed prints its topology and every layer.
-    device = torch.device(get_accelerator().current_device_name())
+    # DeepSpeed prints its topology and every layer.
     vocabulary_stages = config.parallel.vocabulary_stages
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         with device:
             module = TokenSlicePipelineModule(
-                layers(config, ModelRanks(ranks, expert_ranks)),
+                layers,
                 layout=layout,
                 token_slices=config.token_slices(),
-                loss_fn=loss,
-                output_fn=None if vocabulary_stages else Logits.compute,
-                partition=_partition(run),
+                loss_fn=gpt_loss if trained.is_gpt else CheckedLoss(trained.loss or gpt_loss, trained.program),
+                output_fn=None if vocabulary_stages or not trained.is_gpt else Logits.compute,
+                partition=_partition(run, layers),
                 num_model_chunks=config.parallel.pipeline().num_model_chunks,
                 placement=config.parallel.pipeline().placement,
                 split_batch=split_batch_with_labels if vocabulary_stages else split_batch,
@@ -243,15 +245,19 @@ def _new_engine(run: Run, watch: StallWatch | None, layers: Layers, loss: Loss) 
                 documents=documents_reader(config.data, numbered=config.model.balances_documents),
                 cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),
                 # Stages of the vocabulary send more than hidden states.
-                activation_spec=None if vocabulary_stages else hidden_state,
-                **_recomputation(config),
-                # Masks of dropout depend on the position (positional_dropout.py): no layer draws from a generator.
-                preserve_rng_state=False,
+                activation_spec=None if vocabulary_stages or not trained.is_gpt else hidden_state,
+                **_recomputation(run, layers),
+                # Masks of the GPT's dropout depend on the position (positional_dropout.py): no layer of it draws from a
+                # generator.
+                preserve_rng_state=not trained.is_gpt,
                 base_seed=config.training.seed,
                 tensor_parallel_group=ranks.group,
                 expert_ranks=expert_ranks,
             )
-        assert module.reading_ranks == reading_ranks(config), "data is built on the ranks that read it"
+        if trained.is_gpt:
+            assert module.reading_ranks == reading_ranks(config), "data is built on the ranks that read it"
+        else:
+            check_divided_weights(module, ranks)
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
@@ -261,21 +267,24 @@ def _new_engine(run: Run, watch: StallWatch | None, layers: Layers, loss: Loss) 
             watch=watch,
             overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
-            check_token_slices=False,  # Tested with these layers.
+            # Tested with the GPT's layers. Others cannot be run on a part of the tokens where ranks share them.
+            check_token_slices=not trained.is_gpt and not config.parallel.sequence_parallel,
             key_value_gradients=torch.bfloat16 if config.training.key_value_gradients == "bf16" else None,
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
     return engine
 
 
-def _recomputation(config: Config) -> dict[str, Any]:
+def _recomputation(run: Run, layers: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of the module for recomputation."""
-    training = config.training
+    training, model = run.config.training, run.config.model
     if training.recompute_granularity != "full":
         return {"recompute_stages": training.recompute_granularity == "stage"}
     if training.recompute_method == "uniform":
         return {"activation_checkpoint_interval": training.recompute_num_layers}
-    blocks = range(LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + config.model.num_layers)
+    blocks = range(LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + model.num_layers)
+    if not run.trained.is_gpt:
+        blocks = blocks_of(layers, model.num_layers)
     return {
         "recomputed_layers": lambda of_stage: [number for number in of_stage if number in blocks][
             : training.recompute_num_layers
@@ -293,8 +302,10 @@ def tensor_parallel_ranks(run: Run) -> TensorParallelRanks:
     return TensorParallelRanks(own, layout.tensor_parallel_size, group, run.config.parallel.sequence_parallel)
 
 
-def _partition(run: Run) -> StagePartition | str:
+def _partition(run: Run, layers: Sequence[Any]) -> StagePartition | str:
     parallel, num_layers = run.config.parallel, run.config.model.num_layers
+    if not run.trained.is_gpt:
+        return partition_of(layers, parallel, num_layers, run.trained.program)
     if parallel.stage_partition == "parameters":
         return "parameters"
     blocks = parallel.stage_bounds() or parallel.uniform_stages(num_layers)

@@ -4,16 +4,19 @@ torch and DeepSpeed take seconds to import, so they are imported once the flags 
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from deepspeed_ext.plan.terminal import printable_output
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
+from deepspeed_ext.runtime.health.processes import ProcessEnd
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import Arguments, read_arguments
 from megatron_terapipe.arguments.build import Constraints
+from megatron_terapipe.arguments.parser import PROGRAM, OwnFlags
 from megatron_terapipe.checkpoint.directories import only_run_in
 from megatron_terapipe.config import Config
 from megatron_terapipe.planning import checked_layout, stated_ranks
@@ -21,35 +24,60 @@ from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
 from megatron_terapipe.training.end_of_run import EndOfRun, after_restart, watch_over
 from megatron_terapipe.training.first_rank import FirstRank
+from megatron_terapipe.training.trained_model import Datasets, Layers, Loss, TrainedModel, gpt_layers
 
-if TYPE_CHECKING:
-    from megatron_terapipe.training.build_engine import Layers, Loss
+__all__ = ["gpt_layers", "pretrain"]
 
 
-def pretrain(layers: "Layers", loss: "Loss", argv: Sequence[str] | None = None) -> int:
-    """Train a model by the flags of a command line, on this rank; return the exit code.
+def pretrain(
+    layers: Layers,
+    *,
+    loss: Loss | None = None,
+    datasets: Datasets | None = None,
+    flags: OwnFlags | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Train a model by the flags of a command line, on this rank; return the exit code: 2 for bad input.
 
     Args:
-        layers: called with the configuration and the ranks that share each layer, once their groups exist.
-        argv: words after the name of the program; None = the words of this process.
+        layers: called with the configuration and the ranks that share each layer, once their groups exist; returns the
+            layers from token ids [B, N] to the outputs that `loss` takes, as modules, `LayerSpec`s or `TiedLayerSpec`s.
+            `gpt_layers` for the GPT of the flags.
+        loss: called with the outputs of the last layer and (labels, loss mask), each [B, N], of a token slice; returns
+            the mean of the labelled tokens. None for the cross-entropy of logits [B, N, vocabulary].
+        datasets: called with the configuration; returns the data for training, validation and test, each with `len`
+            and samples of seq_length + 1 token ids, or dicts of `tokens`, `labels`, `loss_mask` and perhaps
+            `position_ids`; None for a part without data. None = the data of the flags; `--mock-data` replaces it.
+        flags: called with a parser of `argparse`, to which it adds flags; their values are `config.own`.
+        argv: words after the name of the program; None = the words of this process, which ends with the exit code.
     """
+    program = Path(sys.argv[0]).name if layers is not gpt_layers else PROGRAM
+    trained = TrainedModel(layers, loss, datasets, program)
+    process_end = ProcessEnd() if argv is None else None
     with printable_output(), EndOfRun() as end:
         first_rank = FirstRank()
-        arguments = read_arguments(argv, partial(_find_strategy, first_rank))
+        arguments = read_arguments(
+            argv,
+            partial(_find_strategy, first_rank),
+            program=program,
+            own_flags=flags,
+            has_own_data=datasets is not None,
+        )
         end.save = arguments.config.checkpoint.save
         config = replace(arguments.config, checkpoint=after_restart(arguments.config.checkpoint))
         end.launch = launch = _launch(config)
+        trained.check(config)
         _check_sizes(config, launch)
         if config.training.dry_run:
-            _dry_run(arguments, launch)
+            _dry_run(arguments, launch, trained)
         else:
-            _train(layers, loss, config, arguments.notices, end, first_rank)
+            _train(trained, config, arguments.notices, end, first_rank)
+    if process_end is not None:
+        process_end.code = end.code
     return end.code
 
 
-def _train(
-    layers: "Layers", loss: "Loss", config: Config, notices: Sequence[str], end: EndOfRun, first_rank: FirstRank
-) -> None:
+def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: EndOfRun, first_rank: FirstRank) -> None:
     """Prepare the run, build its engine, and train."""
     launch, report = end.launch, OwnReport(config.logging)
     first, on_one_host = launch.rank == 0, launch.local_size == launch.world_size
@@ -66,7 +94,7 @@ def _train(
         from megatron_terapipe.training.run_summary import start_of_log
         from megatron_terapipe.training.trainer import Trainer
 
-        run = prepare(config, launch, first_rank.ask(config))
+        run = prepare(config, launch, first_rank.ask(config), trained)
 
         def hold_saves() -> None:
             if first and end.save is not None and not config.training.skip_train:
@@ -84,7 +112,7 @@ def _train(
                 from_first_rank(hold_saves)
             with stall_watch.ledger.phase("verifying the checkpoint"):
                 run = with_whole_checkpoint(run, config, print if first else lambda line: None)
-            engine = build_engine(run, stall_watch, layers=layers, loss=loss)
+            engine = build_engine(run, stall_watch)
             Trainer(run, engine, report.refresh_if_due).run()
 
 
@@ -107,10 +135,10 @@ def _check_sizes(config: Config, launch: LaunchEnvironment) -> None:
         print(*lines, sep="\n", flush=True)
 
 
-def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
+def _dry_run(arguments: Arguments, launch: LaunchEnvironment, trained: TrainedModel) -> None:
     from megatron_terapipe.training.run_summary import dry_run
 
-    lines = dry_run(arguments.config, launch)
+    lines = dry_run(arguments.config, launch, trained)
     if launch.rank == 0:
         print(*arguments.notices, *lines, sep="\n", flush=True)
 

@@ -405,6 +405,7 @@ def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters
             reporters.add(output, board, board.close)
     if logging.wandb_project is not None:
         with reporters.writing(output := f"--wandb-project {logging.wandb_project}"):
-            project = WeightsAndBiases(logging, asdict(run.config), world_size)
+            settings = asdict(run.config) | {"own": vars(run.config.own)}
+            project = WeightsAndBiases(logging, settings, world_size)
             reporters.add(output, project, project.close)
     return reporters

@@ -33,6 +33,7 @@ from megatron_terapipe.config.data import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets
 from megatron_terapipe.data.fill_in_the_middle import FillInTheMiddle
+from megatron_terapipe.data.own_dataset import own_datasets
 from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
@@ -42,6 +43,7 @@ from megatron_terapipe.planning import Ask, check_schedule, pipeline_schedule, p
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.optimizer import schedule_facts
 from megatron_terapipe.training.records import Progress
+from megatron_terapipe.training.trained_model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class Run:
     """Settings by which the tokenizer was built."""
     ask: Ask | None = None
     """Asks the first rank for settings that flags leave open; None = this process searches."""
+    trained: TrainedModel = field(default_factory=TrainedModel)
+    """Layers, loss and data."""
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:
@@ -129,15 +133,23 @@ class Run:
             family=None if self.checkpoint is None else self.checkpoint[1].family,
             vocabulary_parts=self.config.parallel.vocabulary_parts,
             optimizer_schedule=self.optimizer_schedule,
+            program=None if self.trained.is_gpt else self.trained.program,
         )
 
 
-def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -> Run:
+def prepare(
+    config: Config, launch: LaunchEnvironment, ask: Ask | None = None, trained: TrainedModel | None = None
+) -> Run:
     """Check a configuration against the ranks, the files and the packages, and return the run.
 
     A dry run needs no devices, and reads no samples.
+
+    Args:
+        ask: asks the first rank for settings that flags leave open; None = this process searches.
+        trained: layers, loss and data; None for the GPT on the data of the flags.
     """
     check_versions()
+    trained = trained or TrainedModel()
     # First, so that its errors come before those of the tokenizer's file.
     config.parallel.layout(launch.world_size)
     tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
@@ -157,6 +169,7 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
         config.optimizer.optimizer,
         # One rank reads the files, and sends the result later; on one host its error ends all ranks already now.
         checks_files=launch.rank == 0 and launch.local_size == launch.world_size,
+        program=None if trained.is_gpt else trained.program,
     )
     run = Run(
         config=config,
@@ -164,7 +177,9 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
         layout=layout,
         tokenizer=tokenizer,
         tokenizer_settings=tokenizer_settings,
-        datasets=_datasets(
+        datasets=_own_datasets(config, trained)
+        if trained.makes_data(config)
+        else _datasets(
             config,
             layout.data_parallel_size,
             _start(config, checkpoint),
@@ -175,8 +190,9 @@ def prepare(config: Config, launch: LaunchEnvironment, ask: Ask | None = None) -
         checkpoint=checkpoint,
         found=found,
         ask=ask,
+        trained=trained,
     )
-    if launch.rank == 0 and not config.data.mock_data:
+    if launch.rank == 0 and not config.data.mock_data and not trained.makes_data(config):
         data = config.data
         check_tokenizer_records(data.prefixes, tokenizer, reads_ends=data.reads_ends, verifies=data.verify_data)
         check_token_ids(config.data.prefixes, tokenizer, index_cache(config.data))
@@ -316,6 +332,20 @@ def _datasets(config: Config, replicas: int, start: Progress, tokenizer: Tokeniz
     return build(0)
 
 
+def _own_datasets(config: Config, trained: TrainedModel) -> DatasetSplits:
+    """Return the samples that the program makes; none in a dry run."""
+    if config.training.dry_run:
+        return DatasetSplits(train=None, valid=None, test=None)
+    assert trained.datasets is not None and config.model.vocab_size is not None, "checked before, set by vocab_size_of"
+    return own_datasets(
+        trained.datasets(config),
+        trained.program,
+        seq_length=config.model.seq_length,
+        vocab_size=config.model.vocab_size,
+        restarts=config.data.reset_position_ids,
+    )
+
+
 def _check_outputs(config: Config) -> None:
     """Check now that outputs can be written, and not at the first checkpoint."""
     for flag, name in config.outputs.items():
@@ -383,7 +413,7 @@ def _verified(run: Run, given: Config, note: Callable[[str], None]) -> Run:
             raise
         note(f" warning: {error}")
         older = replace(given, checkpoint=replace(given.checkpoint, load_tag=before, ckpt_step=None))
-        return _verified(prepare(older, run.launch, run.ask), given, note)
+        return _verified(prepare(older, run.launch, run.ask, run.trained), given, note)
     if line is not None:
         note(line)
     return run

@@ -16,6 +16,7 @@ from megatron_terapipe.planning import machine_in_words
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.auto_plan import absent_files, without_files
 from megatron_terapipe.training.run import Run, prepare
+from megatron_terapipe.training.trained_model import TrainedModel
 
 START = "start"
 """Row of the weights with which a run starts."""
@@ -37,9 +38,9 @@ def rows_of_run(run: Run) -> dict[str, str]:
     experts = f", {layout.expert_parallel_size} expert parallel" * (layout.expert_parallel_size > 1)
     varies = len(run.batch_sizes.steps) > 1
     offload = ", copies in host memory" * run.config.training.offload_token_slices
+    parameters = f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
     return {
-        "model": f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
-        f"{model.hidden_size}",
+        "model": f"{parameters}{model.hidden_size}" if run.trained.is_gpt else f"the layers of {run.trained.program}",
         "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {sequence}"
         f"{layout.tensor_parallel_size} tensor x "
         f"{layout.pipeline_parallel_size} pipeline parallel"
@@ -178,6 +179,8 @@ def _stages(run: Run) -> str:
     parallel, num_layers = run.config.parallel, run.config.model.num_layers
     several = f", {parallel.num_model_chunks} on each pipeline rank" if parallel.num_model_chunks > 1 else ""
     several += " in a V" * (parallel.model_chunk_placement == "v")
+    if not run.trained.is_gpt:  # Dealt once the layers exist.
+        return f"{parallel.num_stages}{several}"
     if parallel.stage_partition == "parameters":
         dealt = "as many parameters for each"
     else:
@@ -197,15 +200,16 @@ def _layers(bounds: tuple[int, ...]) -> str:
     return "transformer layers " + ", ".join(spans)
 
 
-def dry_run(config: Config, launch: LaunchEnvironment) -> list[str]:
-    """Return the lines of a dry run after all its checks."""
+def dry_run(config: Config, launch: LaunchEnvironment, trained: TrainedModel | None = None) -> list[str]:
+    """Return the lines of a dry run after all its checks; `trained` as in `prepare`."""
+    own = [] if trained is None or trained.is_gpt else [f"layers and data of {trained.program}"]
     if not config.training.dry_run_without_files:
-        run = prepare(config, launch)
-        return [*_lines(rows_of_run(run), ["devices", "hosts"]), *warnings_of_run(run)]
-    run = prepare(without_files(config), launch)
+        run = prepare(config, launch, trained=trained)
+        return [*_lines(rows_of_run(run), ["devices", "hosts", *own]), *warnings_of_run(run)]
+    run = prepare(without_files(config), launch, trained=trained)
     # The weights at the start are those of checkpoints, which are not read.
     rows = {name: text for name, text in rows_of_run(run).items() if name != START}
-    return _lines(rows, ["devices", "hosts", *absent_files(config)])
+    return _lines(rows, ["devices", "hosts", *own, *absent_files(config)])
 
 
 def _lines(rows: dict[str, str], unchecked: list[str]) -> list[str]:

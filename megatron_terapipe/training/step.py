@@ -86,7 +86,11 @@ class TrainingStep:
         peak = self._run.peak_tflops
         spiky_loss, large_grads = self._spikes.check(progress.iteration, loss, grad_norm)
         is_first = progress.iteration == self._run.start.iteration + 1
-        if model.num_experts is not None and (is_first or progress.iteration % self._logging.log_interval == 0):
+        if (
+            self._run.trained.is_gpt
+            and model.num_experts is not None
+            and (is_first or progress.iteration % self._logging.log_interval == 0)
+        ):
             self._experts.read(progress.iteration)
         self._report(
             IterationMetrics(

@@ -195,5 +195,6 @@ def test_defaults_of_megatron_differ() -> None:
     ours = {each.name: each.default for each in flags()}
     theirs = {name: value for name, (value, _) in OTHER_DEFAULTS.items()}
     assert all(type(ours[name]) is type(value) and ours[name] != value for name, value in theirs.items())
-    config = asdict(parse("--defaults megatron --max-position-embeddings 4096"))
-    assert theirs.items() <= {name: value for part in config.values() for name, value in part.items()}.items()
+    config = parse("--defaults megatron --max-position-embeddings 4096")
+    sections = [asdict(getattr(config, name)) for name in config.sections()]
+    assert theirs.items() <= {name: value for section in sections for name, value in section.items()}.items()

@@ -40,8 +40,8 @@ def test_a_refusal_is_one_line(words: str, parts: list[str]) -> None:
 
 @pytest.mark.parametrize(("words", "parts"), list(rows("meanings.txt")))
 def test_flags_set_fields(words: str, parts: list[str]) -> None:
-    sections = asdict(parse_arguments(shlex.split(words))).values()
-    found = {name: str(value) for section in sections for name, value in section.items()}
+    config = parse_arguments(shlex.split(words))
+    found = {name: str(value) for each in config.sections() for name, value in asdict(getattr(config, each)).items()}
     for name, _, value in (part.partition(" ") for part in parts):
         assert found[name] == value
 
