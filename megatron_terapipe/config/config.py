@@ -67,7 +67,8 @@ class Config:
     @classmethod
     def sections(cls) -> dict[str, type[Any]]:
         """Return the classes of the sections, whose fields are the flags of the trainer, by the name of the field."""
-        return {name: kind for name, kind in get_type_hints(cls).items() if is_dataclass(kind)}
+        hints = get_type_hints(cls).items()
+        return {name: kind for name, kind in hints if isinstance(kind, type) and is_dataclass(kind)}
 
     def token_slices(self) -> TokenSlices:
         """Return the token slices of `--num-token-slices` and `--token-slices`; equal ones, where documents decide."""
