@@ -319,7 +319,7 @@ class Executor:
         if op.stage == self.batch.plan.shape.last_stage:
             held.roots = self._loss(outputs, op)
         else:
-            held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            held.outputs = self._sent(outputs, op.stage)
             held.roots = tuple(get_gradient_edge(tensor) for tensor in held.outputs if tensor.requires_grad)
 
     def _pass_through(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
@@ -335,12 +335,22 @@ class Executor:
             )
         state.forget_shared(op.token_slice)
         if not is_last:
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            outputs = self._sent(outputs, op.stage)
             bear = _bearing_gradients(outputs, held.inputs, self._module.parameters_of(op.stage))
             held.outputs = tuple(
                 output.detach().requires_grad_(bears) for output, bears in zip(outputs, bear, strict=True)
             )
             held.bear_gradients = tuple(bear)
+
+    def _sent(self, outputs: Any, stage: int) -> tuple[Tensor, ...]:
+        """Return the outputs of a stage as the tensors that are sent to the next one."""
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not all(isinstance(each, Tensor) for each in tensors):
+            raise UserError(
+                f"{self._module.stage_layers(stage)[-1].name}, the last layer of stage {stage}, returns a "
+                f"{type(outputs).__name__}, and stages send tensors: return one, or a tuple of tensors"
+            )
+        return tensors
 
     def _compute_again(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute a stage with a graph, and return the gradients of outputs that are part of the graph."""

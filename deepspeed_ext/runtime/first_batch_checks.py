@@ -141,8 +141,7 @@ def check_layers(
                         f"{layer.name} gives other {what} in token slices than on the whole sequence (a relative "
                         f"difference of {difference:.1g}), as layers do that mix or count positions by themselves: "
                         "give it an argument `past`, and call past.attend(query, key, value), past.positions(N), or "
-                        "past.carried and past.carry for a state; or turn this check off with initialize(..., "
-                        "check_token_slices=False)"
+                        "past.carried and past.carry for a state"
                     )
             hidden = whole[0]
     return True

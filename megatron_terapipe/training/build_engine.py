@@ -219,6 +219,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     sequence_ranks = SequenceParallelRanks.of(layout, _timeout(run))
     cuts = config.document_cuts()
     device = torch.device(get_accelerator().current_device_name())
+    torch.manual_seed(config.training.seed)  # Modules that are given whole are equal on all ranks; others have seeds.
     with device:  # Weights are drawn on it.
         layers = trained.layers(config, ModelRanks(ranks, expert_ranks, sequence_ranks))
     check_layers_of(layers, trained.program)

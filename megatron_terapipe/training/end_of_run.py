@@ -22,7 +22,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from ctypes import CDLL
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -113,6 +114,9 @@ def watch_over(
     """
     # Read when torch is imported. Torch's store would print a stack when the rank with the store has died.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if torch := sys.modules.get("torch"):  # Programs of the user's own import it first: c10::initLogging() reads again.
+        with suppress(OSError, AttributeError):
+            CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
     return watch_rank(launch, remedy=lambda: remedy(config.checkpoint.save), ending=ending)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,16 @@ def partition_of(
             f"bounds of {len(blocks)}"
         )
     return StagePartition((0, *(bound + blocks.start for bound in bounds.bounds[1:-1]), len(layers)))
+
+
+def layers_line(module: TokenSlicePipelineModule, program: str, parameters: int) -> str:
+    """Return the line of the log about the layers, their stages and the number of parameters."""
+    names = [module.data_entries.name(number).partition("(")[2][:-1] for number in range(module.num_layers)]
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    listed = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in runs)
+    bounds = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in pairwise(module.parts)]
+    stages = f" on {len(bounds)} stages of layers {', '.join(bounds)}" if len(bounds) > 1 else ""
+    return f" layers of {program}: {listed}{stages}; {parameters:,} parameters"
 
 
 def check_divided_weights(module: TokenSlicePipelineModule, ranks: TensorParallelRanks) -> None:

@@ -29,7 +29,6 @@ from tqdm import tqdm
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import LoggingConfig
-from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError, first_line
@@ -340,8 +339,8 @@ def write_metrics(path: str) -> Reporter:
 PACKAGES = ("megatron-terapipe", "torch", "deepspeed", "numpy")
 
 
-def run_start(run: Run) -> RunStart:
-    """Return the first line of the metrics file."""
+def run_start(run: Run, parameters: int) -> RunStart:
+    """Return the first line of the metrics file, with the number of parameters."""
     config, launch, kind = run.config, run.launch, str(get_accelerator().device_name())
     model, logging = config.model, config.logging
     return RunStart(
@@ -356,8 +355,10 @@ def run_start(run: Run) -> RunStart:
             num_devices=launch.world_size,
             device=cuda.get_device_name() if kind == "cuda" else kind,
         ),
-        model_name=model.model_preset or f"{model.num_layers}x{model.hidden_size}",
-        parameters=model_parameters(model),
+        model_name=model.model_preset or f"{model.num_layers}x{model.hidden_size}"
+        if run.trained.is_gpt
+        else Path(run.trained.program).stem,
+        parameters=parameters,
         model=asdict(model),
         precision=config.precision.dtype,
         strategy=_strategy(run),
@@ -386,8 +387,13 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters:
-    """Return the reporters of the run on its first rank; `refresh_report` is called after each line of an iteration."""
+def build_reporters(run: Run, parameters: int, refresh_report: Callable[[], object]) -> Reporters:
+    """Return the reporters of the run on its first rank.
+
+    Args:
+        parameters: number of the model's parameters.
+        refresh_report: called after each line of an iteration.
+    """
     reporters = Reporters()
     if run.launch.rank != 0:
         return reporters
@@ -397,7 +403,7 @@ def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters
     reporters.add("the log", LogLines(logging.log_interval, run.train_iters, logging.timing_log_option))
     if logging.metrics_file is not None:
         reporters.add(f"--metrics-file {logging.metrics_file}", write_metrics(logging.metrics_file))
-        reporters(run_start(run))
+        reporters(run_start(run, parameters))
         reporters.add("--report", lambda line: isinstance(line, IterationMetrics) and refresh_report())
     if logging.tensorboard_dir is not None:
         with reporters.writing(output := f"--tensorboard-dir {logging.tensorboard_dir}"):

@@ -178,16 +178,28 @@ def parameter_norm(engine: TokenSlicePipelineEngine) -> float:
 
     Several stages have tied weights, and all tensor-parallel ranks the weights that are not divided.
     """
-    first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
     squares = torch.zeros((), dtype=torch.float64, device=engine.device)
     engine.complete_weights()
     with torch.no_grad():
-        for parameter in engine.module.parameters():
-            replicated = getattr(parameter, "ds_pipe_replicated", False)
-            if not replicated and (first_of_tensor_parallel or is_model_parallel_parameter(parameter)):
-                squares += torch.linalg.vector_norm(parameter.float()).double() ** 2
+        for parameter in _parameters_counted_here(engine):
+            squares += torch.linalg.vector_norm(parameter.float()).double() ** 2
     dist.all_reduce(squares, group=engine.grid.get_model_parallel_group())
     return squares.sqrt().item()
+
+
+def number_of_parameters(engine: TokenSlicePipelineEngine) -> int:
+    """Number of the model's parameters, each counted once; a collective operation of all ranks."""
+    number = torch.tensor(sum(each.numel() for each in _parameters_counted_here(engine)), device=engine.device)
+    dist.all_reduce(number, group=engine.grid.get_model_parallel_group())
+    return int(number.item())
+
+
+def _parameters_counted_here(engine: TokenSlicePipelineEngine) -> Iterator[torch.nn.Parameter]:
+    first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
+    for parameter in engine.module.parameters():
+        replicated = getattr(parameter, "ds_pipe_replicated", False)
+        if not replicated and (first_of_tensor_parallel or is_model_parallel_parameter(parameter)):
+            yield parameter
 
 
 def peak_memory_bytes() -> int:

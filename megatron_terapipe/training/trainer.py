@@ -26,6 +26,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning
 from megatron_terapipe.config import Config, ModelConfig
+from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import SaveError
 from megatron_terapipe.training.auto_plan import keep_schedule, keep_strategy, notes
@@ -37,10 +38,11 @@ from megatron_terapipe.training.number_guards import (
     refuse_bad_states,
     refuse_different_copies,
 )
+from megatron_terapipe.training.own_layers import layers_line
 from megatron_terapipe.training.records import EvaluationMetrics, Progress, RunEnd, Saved
 from megatron_terapipe.training.reporters import Reporters, build_reporters
 from megatron_terapipe.training.run import Run
-from megatron_terapipe.training.step import TrainingStep
+from megatron_terapipe.training.step import TrainingStep, number_of_parameters
 
 
 class ExitReason(Enum):
@@ -248,7 +250,10 @@ class Trainer:
         self, run: Run, engine: TokenSlicePipelineEngine, refresh_report: Callable[[], object] = lambda: None
     ) -> None:
         self._run, self._engine = run, engine
-        self._report = build_reporters(run, refresh_report)
+        trained, own = run.trained, 0 if run.trained.is_gpt else number_of_parameters(engine)
+        self._report = build_reporters(run, own or model_parameters(run.config.model), refresh_report)
+        if not trained.is_gpt:
+            self._report.note(layers_line(engine.module, trained.program, own))
         self._step = TrainingStep(run, engine, self._report)
         self._evaluate = partial(evaluate, run, engine, self._report)
         self._saves = Saves(run, engine, self._report)
