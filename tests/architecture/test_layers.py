@@ -92,6 +92,12 @@ LAYERS = (
         (*PLAN, *CONFIG, *FOR_LAYERS, "megatron_terapipe.model"),
         ("torch", "deepspeed.pipe"),
     ),
+    # Imported by programs of users who have megatron-core, and by nothing here.
+    Layer(
+        ("megatron_terapipe.megatron_core",),
+        (*PLAN, *CONFIG, *FOR_LAYERS, "megatron_terapipe.model"),
+        ("torch", "deepspeed.pipe", "megatron"),
+    ),
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
         (*PLAN, *CONFIG),
