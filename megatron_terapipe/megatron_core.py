@@ -4,21 +4,21 @@
 layer are the first. In a copy of the spec it replaces
 
     core attention       by `SliceAttention`, which calls `past.attend`
-    bias-dropout-add     by `SliceDropout`, whose masks follow from the position, as of the trainer's own layers
-    torch's norms        by the same ones, for sequence parallelism too, for which megatron-core has others
+    bias-dropout-add     by one whose masks depend only on the position, as the trainer's own
+    torch's norms        by themselves with sequence parallelism, which megatron-core leaves to other norms
 
 and gives each `TransformerLayer` the rotary embeddings of the positions of the token slice. Tensors are [B, N, hidden]
-between pipeline layers, and [N, B, hidden] within megatron-core's, for which no copy is needed.
+between pipeline layers and [N, B, hidden] within megatron-core's, mostly without a copy.
 
-A layer's modules are called by megatron-core, which passes no `past` to them: each layer has a `SliceView` that they
-share, and that holds its `past` during its forward, also when it is computed again.
+megatron-core calls the modules within a layer, and passes them no `past`: each layer has a `SliceView` that they share,
+and that holds its `past` during its forward, also when the layer is computed again.
 """
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,42 +48,28 @@ from megatron_terapipe.model.embedding import AT_AN_END
 from megatron_terapipe.model.gpt import ModelRanks
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
-Spec = ModuleSpec | TransformerBlockSubmodules
-
-_REFUSED: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    (
-        "flags of the trainer set ranks, stages, recomputation and copies on the host",
-        {
-            **{"context_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1},
-            **{"virtual_pipeline_model_parallel_size": None, "recompute_granularity": None, "cpu_offloading": False},
-            **{"fine_grained_activation_offloading": False, "cuda_graph_impl": "none", "tp_comm_overlap": False},
-            **{"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-            **{"defer_embedding_wgrad_compute": False, "init_model_with_meta_device": False},
-        },
-    ),
-    (
-        "the trainer computes attention",
-        {
-            **{"softmax_type": "vanilla", "qk_clip": False, "log_max_attention_logit": False},
-            **{"experimental_attention_variant": None, "fp8_dot_product_attention": False},
-            **{"fp8_multi_head_attention": False},
-        },
-    ),
-    (
-        "it depends on all tokens of a micro-batch, and a layer computes a token slice of them",
-        {
-            **{"moe_z_loss_coeff": None, "moe_expert_capacity_factor": None, "moe_router_enable_expert_bias": False},
-            **{"moe_input_jitter_eps": None},
-        },
-    ),
-    (
-        "stages and optimizer have weights and tensors of one type",
-        {"fp32_residual_connection": False, "fp8_param": False, "fp4": None},
-    ),
-    ("each pipeline layer is one transformer layer", {"mtp_num_layers": None, "heterogeneous_block_specs": False}),
-)
-"""Settings of a `TransformerConfig` that cannot hold here, by why, with the only value that can."""
-
+_REFUSED: Mapping[str, Mapping[str, Any]] = {
+    "flags of the trainer set ranks, stages, recomputation and copies on the host": {
+        **dict.fromkeys(("context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), 1),
+        **dict.fromkeys(("virtual_pipeline_model_parallel_size", "recompute_granularity"), None),
+        **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading", "tp_comm_overlap"), False),
+        **dict.fromkeys(("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"), False),
+        **dict.fromkeys(("defer_embedding_wgrad_compute", "init_model_with_meta_device"), False),
+        "cuda_graph_impl": "none",
+    },
+    "the trainer computes attention": {
+        **dict.fromkeys(("qk_clip", "log_max_attention_logit"), False),
+        **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention"), False),
+        **{"softmax_type": "vanilla", "experimental_attention_variant": None},
+    },
+    "it depends on all tokens of a micro-batch, and a layer computes a token slice of them": {
+        **dict.fromkeys(("moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_input_jitter_eps"), None),
+        "moe_router_enable_expert_bias": False,
+    },
+    "weights and tensors have one type": {"fp32_residual_connection": False, "fp8_param": False, "fp4": None},
+    "each pipeline layer is one transformer layer": {"mtp_num_layers": None, "heterogeneous_block_specs": False},
+}
+"""Settings of a `TransformerConfig` that cannot hold here, by the reason, with the only value that can."""
 
 _GROUPS = {
     **{"tp": "_TENSOR_MODEL_PARALLEL_GROUP", "tp_cp": "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"},
@@ -91,23 +77,27 @@ _GROUPS = {
     **{"pp": "_PIPELINE_MODEL_PARALLEL_GROUP", "cp": "_CONTEXT_PARALLEL_GROUP", "ep": "_EXPERT_MODEL_PARALLEL_GROUP"},
     "dp": "_DATA_PARALLEL_GROUP",
 }
-"""Names of the groups in `parallel_state`, by their names in a `ProcessGroupCollection`."""
+"""Names of the groups in `parallel_state`, by their names in a `ProcessGroupCollection`: first the tensor-parallel."""
+
+
+class Shared(NamedTuple):
+    """The arguments that all layers have."""
+
+    config: TransformerConfig
+    groups: ProcessGroupCollection
+    ranks: TensorParallelRanks
 
 
 def gpt_model_layers(
     config: TransformerConfig,
-    transformer_layer_spec: Spec,
+    transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
     vocab_size: int,
     max_sequence_length: int,
     *,
     ranks: ModelRanks,
     share_embeddings_and_output_weights: bool = False,
     position_embedding_type: str = "learned_absolute",
-    rotary_percent: float = 1.0,
-    rotary_base: int = 10000,
-    rope_scaling: bool = False,
-    rope_scaling_factor: float = 8.0,
-    seq_len_interpolation_factor: float | None = None,
+    **rotary: Any,
 ) -> list[LayerSpec]:
     """Return the layers of megatron-core's `GPTModel`: from token ids [B, N] to logits [B, N, own part of vocabulary].
 
@@ -116,49 +106,40 @@ def gpt_model_layers(
     Args:
         transformer_layer_spec: of all layers, or of each (`get_gpt_decoder_block_spec`).
         vocab_size: rows of the word embedding, a multiple of the tensor-parallel ranks.
+        **rotary: `rotary_percent`, `rotary_base`, `rope_scaling` and others, as of `GPTModel`.
 
     Raises:
         ConfigError: for a setting, a layer or a position embedding that cannot be computed in token slices.
     """
     config = _settled(config, ranks)
-    groups = set_parallel_state(ranks)
+    shared = Shared(config, set_parallel_state(ranks), ranks.tensor)
     block = transformer_layer_spec
     if isinstance(block, ModuleSpec):
         block = TransformerBlockSubmodules(layer_specs=[block] * config.num_layers, layer_norm=LayerNormImpl)
     if len(block.layer_specs) != config.num_layers:
         raise ConfigError(
-            f"the spec has {len(block.layer_specs)} layers of {config.num_layers}: build it for all layers, with "
-            "pipeline_model_parallel_size=1"
+            f"the spec has {len(block.layer_specs)} layers of {config.num_layers}: build it for all of them"
         )
     for number, spec in enumerate(block.layer_specs):
         _check_layer(number, spec, ranks.tensor)
-    rotary = None
-    if position_embedding_type == "rope" and not config.multi_latent_attention:
-        rotary = RotaryEmbedding(
-            *(config.kv_channels, rotary_percent, config.rotary_interleaved, seq_len_interpolation_factor),
-            *(rotary_base, rope_scaling, rope_scaling_factor),
-            cp_group=groups.cp,
-        )
-    elif position_embedding_type not in ("learned_absolute", "rope", "none"):
+    if position_embedding_type not in ("learned_absolute", "rope", "none"):
         raise ConfigError(
-            f"position_embedding_type={position_embedding_type!r} has no positions of a token slice here: use "
-            "learned_absolute, rope or none"
+            f"position_embedding_type={position_embedding_type!r} is not computed for token slices: use rope, "
+            "learned_absolute or none"
         )
-    common = config, groups, ranks.tensor
-    words = partial(LayerSpec, Words)
-    output = LayerSpec(Output, *common, vocab_size)
+    turns = None
+    if position_embedding_type == "rope" and not config.multi_latent_attention:
+        fixed = {"rotary_interleaved": config.rotary_interleaved, "cp_group": shared.groups.cp}
+        turns = RotaryEmbedding(config.kv_channels, **({"rotary_percent": 1.0} | rotary | fixed))
+    words, output = LayerSpec(Words, shared, vocab_size), LayerSpec(Output, shared, vocab_size)
     if share_embeddings_and_output_weights:
-        tied = partial(TiedLayerSpec, "embedding", Words, tied_weight_attr="word_embeddings.weight")
-        words, output = tied, tied(*common, vocab_size, forward_fn=Words.logits)
-    layers = [words(*common, vocab_size)]
-    learned = position_embedding_type == "learned_absolute"
-    if learned or config.hidden_dropout:
-        layers.append(LayerSpec(Positions, *common, max_sequence_length if learned else 0))
-    for number, spec in enumerate(block.layer_specs):
-        layers.append(LayerSpec(Layer, *common, spec, number, rotary))
-    if block.layer_norm is not None:
-        layers.append(LayerSpec(FinalNorm, *common, block.layer_norm))
-    return [*layers, output]
+        tied = partial(TiedLayerSpec, "embedding", Words, shared, vocab_size, tied_weight_attr="word_embeddings.weight")
+        words, output = tied(), tied(forward_fn=Words.logits)
+    rows = max_sequence_length if position_embedding_type == "learned_absolute" else 0
+    positions = [LayerSpec(Positions, shared, rows)] if rows or config.hidden_dropout else []
+    blocks = [LayerSpec(Layer, shared, spec, number, turns) for number, spec in enumerate(block.layer_specs)]
+    norm = [] if block.layer_norm is None else [LayerSpec(FinalNorm, shared, block.layer_norm)]
+    return [words, *positions, *blocks, *norm, output]
 
 
 def vocabulary_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -178,7 +159,7 @@ def vocabulary_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
 
 def _settled(config: TransformerConfig, ranks: ModelRanks) -> TransformerConfig:
     """Return a copy of the settings, with the values that follow from the trainer."""
-    for reason, settings in _REFUSED:
+    for reason, settings in _REFUSED.items():
         for name, only in settings.items():
             if (value := getattr(config, name, only)) != only:
                 raise ConfigError(f"TransformerConfig has {name}={value!r}, and {reason}: leave it at {only!r}")
@@ -190,7 +171,7 @@ def _settled(config: TransformerConfig, ranks: ModelRanks) -> TransformerConfig:
         )
     if config.window_size and config.window_size[1] > 0:
         raise ConfigError(
-            f"window_size={config.window_size} reaches tokens after a token: use ({config.window_size[0]}, 0)"
+            f"window_size={config.window_size} has tokens after a token: use ({config.window_size[0]}, 0)"
         )
     if ranks.expert is not None and ranks.expert.size > 1:
         raise ConfigError(
@@ -204,19 +185,17 @@ def _settled(config: TransformerConfig, ranks: ModelRanks) -> TransformerConfig:
             "fp8_recipe='delayed' takes its scales from whole micro-batches before, and a layer computes token slices: "
             "use 'tensorwise', 'blockwise' or 'mxfp8'"
         )
-    tensor = ranks.tensor
-    settled = copy.copy(config)
-    values = {
-        **{"tensor_model_parallel_size": tensor.size, "expert_tensor_parallel_size": tensor.size},
-        "sequence_parallel": tensor.sequence_parallel,
+    settled, size = copy.copy(config), ranks.tensor.size
+    vars(settled).update(
+        **{"tensor_model_parallel_size": size, "expert_tensor_parallel_size": size},
+        sequence_parallel=ranks.tensor.sequence_parallel,
         # The optimizer casts weights, and has no `main_grad`; stages send their outputs themselves.
         **{"params_dtype": torch.float32, "gradient_accumulation_fusion": False, "deallocate_pipeline_outputs": False},
         # Each rank draws the whole weight on its device and takes its part: the same for any number of ranks.
         **{"perform_initialization": True, "use_cpu_initialization": True},
         # megatron-core would keep weights in FP8 until its own schedules say that an iteration begins.
         **{"disable_parameter_transpose_cache": True, "tp_only_amax_red": True},
-    }
-    vars(settled).update(values)
+    )
     return settled
 
 
@@ -236,8 +215,8 @@ def _check_layer(number: int, spec: ModuleSpec, ranks: TensorParallelRanks) -> N
     down = getattr(attention.submodules, "linear_kv_down_proj", None)
     if down is not None and ranks.size > 1 and (down is ColumnParallelLinear or not ranks.sequence_parallel):
         raise ConfigError(
-            f"layer {number} of the spec has latent attention, of which megatron-core's tensor-parallel ranks sum only "
-            "a part of a gradient: use 1, or --sequence-parallel with Transformer Engine's spec"
+            f"layer {number} of the spec has latent attention, for which megatron-core's tensor-parallel ranks do not "
+            "sum the gradient of the shared key: use 1, or --sequence-parallel with Transformer Engine's spec"
         )
 
 
@@ -248,10 +227,7 @@ def set_parallel_state(ranks: ModelRanks) -> ProcessGroupCollection:
     """
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     tensor = ranks.tensor.group or alone
-    groups = {
-        **{"tp": tensor, "tp_cp": tensor, "expt_tp": tensor, "tp_ep": tensor},
-        **{"pp": alone, "cp": alone, "ep": alone, "dp": alone},
-    }
+    groups = {name: tensor if "tp" in name else alone for name in _GROUPS}
     for name, group in groups.items():
         setattr(parallel_state, _GROUPS[name], group)
     parallel_state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(tensor)
@@ -266,32 +242,43 @@ def set_parallel_state(ranks: ModelRanks) -> ProcessGroupCollection:
 
 
 class SliceView:
-    """The token slice that a layer computes: its `past`, for the modules within it."""
+    """The token slice that a layer computes, for the modules within it."""
 
-    past: Past | None = None
+    def __init__(self, ranks: TensorParallelRanks) -> None:
+        self.ranks, self.past = ranks, None
 
 
 class PipelineLayer(nn.Module):
-    """A layer of megatron-core for a token slice: [B, n, hidden] of the tokens between the matrices in and out."""
+    """A part of the model for a token slice: hidden states are [B, n, hidden], of the tokens between the matrices."""
 
-    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, ranks: TensorParallelRanks) -> None:
+    prefix = ""
+    """Beginning of the names of its weights in a checkpoint of Megatron."""
+
+    def __init__(self, shared: Shared) -> None:
         super().__init__()
-        self.config, self.groups, self.ranks = config, groups, ranks
-        # States of FP8, which begin anew, and megatron-core's empty ones.
+        self.config, self.groups, self.ranks = shared
+        # FP8's states begin anew; megatron-core's own layers have empty ones.
         self.register_state_dict_post_hook(_without_extra_states)
 
     def megatron_name(self, name: str) -> str:
-        """Return the name of one of its weights in a checkpoint of Megatron-LM."""
-        return name
+        """Return the name of one of its weights in a checkpoint of Megatron."""
+        return self.prefix + name.removeprefix("layer.")
 
     def tokens(self, hidden: Tensor) -> int:
-        """Return the tokens of the token slice, for its part [B, n, hidden]."""
+        """Return the number of tokens of the token slice."""
         return hidden.shape[1] * (self.ranks.size if self.ranks.sequence_parallel else 1)
 
-    def whole(self, *weights: Tensor | None) -> None:
-        """Mark weights that each rank has whole, and applies to its own tokens."""
-        for weight in filter(lambda each: each is not None, weights):
-            weight.sequence_parallel = self.ranks.sequence_parallel
+    def logits_of(self, output_layer: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the logits [B, N, own part of the vocabulary]."""
+        return output_layer(hidden.transpose(0, 1).contiguous(), weight=weight)[0].transpose(0, 1)
+
+    def output_layer_of(self, vocab_size: int, **settings: Any) -> ColumnParallelLinear:
+        """Return megatron-core's output layer."""
+        config = self.config
+        fixed = {"bias": False, "skip_bias_add": False, "gather_output": False, "tp_group": self.groups.tp}
+        return ColumnParallelLinear(
+            config.hidden_size, vocab_size, config=config, init_method=config.init_method, **fixed, **settings
+        )
 
 
 def _without_extra_states(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
@@ -300,53 +287,48 @@ def _without_extra_states(module: nn.Module, state: dict[str, Any], *_: Any) -> 
 
 
 class Words(PipelineLayer):
-    """megatron-core's word embedding, and the output layer that shares its weight."""
+    """megatron-core's word embedding, and the output layer that may share its weight."""
 
-    def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, ranks: TensorParallelRanks, vocab_size: int
-    ) -> None:
-        super().__init__(config, groups, ranks)
+    prefix = "embedding."
+
+    def __init__(self, shared: Shared, vocab_size: int) -> None:
+        super().__init__(shared)
+        config = shared.config
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
-            config.hidden_size,
+            *(vocab_size, config.hidden_size),
             init_method=config.embedding_init_method,
             reduce_scatter_embeddings=config.sequence_parallel,
             config=config,
-            tp_group=groups.tp,
+            tp_group=shared.groups.tp,
         )
         setattr(self.word_embeddings.weight, AT_AN_END, True)
-        self.output_layer = _output_layer(config, groups, vocab_size, skip_weight_param_allocation=True)
-
-    def megatron_name(self, name: str) -> str:  # noqa: D102
-        return f"embedding.{name}"
+        self.output_layer = self.output_layer_of(vocab_size, skip_weight_param_allocation=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, N] in, [B, n, hidden] out."""
+        """Return the hidden states of token ids [B, N]."""
         words = self.word_embeddings(tokens)
         return words.transpose(0, 1) if self.ranks.sequence_parallel else words
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, n, hidden] in, [B, N, own part of the vocabulary] out."""
-        return _logits(self.output_layer, hidden, weight=self.word_embeddings.weight)
+        """Return the logits [B, N, own part of the vocabulary]."""
+        return self.logits_of(self.output_layer, hidden, self.word_embeddings.weight)
 
 
 class Positions(PipelineLayer):
     """Adds learned positions to the words, if the model has `rows` of them, and applies dropout."""
 
-    def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, ranks: TensorParallelRanks, rows: int
-    ) -> None:
-        super().__init__(config, groups, ranks)
+    prefix = "embedding."
+
+    def __init__(self, shared: Shared, rows: int) -> None:
+        super().__init__(shared)
         self.position_embeddings = None
         if rows:
-            self.position_embeddings = nn.Embedding(rows, config.hidden_size)
-            config.embedding_init_method(self.position_embeddings.weight)
-            self.whole(self.position_embeddings.weight)
+            self.position_embeddings = nn.Embedding(rows, self.config.hidden_size)
+            self.config.embedding_init_method(self.position_embeddings.weight)
+            self.position_embeddings.weight.sequence_parallel = self.ranks.sequence_parallel
 
-    def megatron_name(self, name: str) -> str:  # noqa: D102
-        return f"embedding.{name}"
-
-    def forward(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: D102
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        """Return the input of the first transformer layer."""
         if self.position_embeddings is not None:
             positions = past.positions(self.tokens(hidden), hidden.device)
             hidden = hidden + self.position_embeddings(self.ranks.own_tokens(positions))
@@ -365,53 +347,49 @@ class Layer(PipelineLayer):
         rotary: megatron-core's rotary embedding; None without, or where attention has its own.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        groups: ProcessGroupCollection,
-        ranks: TensorParallelRanks,
-        spec: ModuleSpec,
-        number: int,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
-        super().__init__(config, groups, ranks)
-        self.number, self.view = number, SliceView()
+    def __init__(self, shared: Shared, spec: ModuleSpec, number: int, rotary: RotaryEmbedding | None) -> None:
+        super().__init__(shared)
+        self.number, self.prefix, self.view = number, f"decoder.layers.{number}.", SliceView(shared.ranks)
         self.rotary = rotary and SliceRotary(rotary, self.view)
-        spec = self._for_slices(spec)
-        self.layer = build_module(spec, config=config, layer_number=number + 1, pg_collection=groups)
-        attention = self.layer.self_attention
-        if config.multi_latent_attention:
-            attention.rotary_pos_emb = SliceRotary(attention.rotary_pos_emb, self.view)
-        elif ranks.size > 1:  # Each rank applies the norms of heads to its own.
-            for norm in (attention.q_layernorm, attention.k_layernorm):
-                for weight in () if norm is None else norm.parameters():
+        parts, attention = spec.submodules, spec.submodules.self_attention
+        core = ModuleSpec(SliceAttention, params={"view": self.view})
+        within = _with_norms(attention.submodules, core_attention=core)
+        sites = {"self_attn_bda": 1, "mlp_bda": 2}
+        added = {name: self._dropout(sites[name]) for name in sites if getattr(parts, name) is get_bias_dropout_add}
+        parts = _with_norms(parts, self_attention=replace(attention, submodules=within), **added)
+        spec = replace(spec, submodules=parts)
+        self.layer = build_module(spec, config=self.config, layer_number=number + 1, pg_collection=self.groups)
+        own = self.layer.self_attention
+        if self.config.multi_latent_attention:
+            own.rotary_pos_emb = SliceRotary(own.rotary_pos_emb, self.view)
+        elif self.ranks.size > 1:  # Each rank applies the norms of heads to its own.
+            for norm in filter(None, (own.q_layernorm, own.k_layernorm)):
+                for weight in norm.parameters():
                     weight.sequence_parallel = True
 
-    def megatron_name(self, name: str) -> str:  # noqa: D102
-        return f"decoder.layers.{self.number}.{name.removeprefix('layer.')}"
+    def _dropout(self, site: int) -> Callable[[bool, bool], Callable[..., Tensor]]:
+        """Return the function in place of `get_bias_dropout_add`."""
 
-    def _for_slices(self, spec: ModuleSpec) -> ModuleSpec:
-        """Return the spec of the layer for token slices."""
-        parts = spec.submodules
-        attention = parts.self_attention
-        core = ModuleSpec(SliceAttention, params={"view": self.view})
-        within = self._with_norms(replace(attention.submodules, core_attention=core))
-        parts = self._with_norms(replace(parts, self_attention=replace(attention, submodules=within)))
-        for site, name in enumerate(("self_attn_bda", "mlp_bda"), 1):
-            if getattr(parts, name) is get_bias_dropout_add:
-                added = ModuleSpec(SliceDropout, params={"view": self.view, "ranks": self.ranks, "site": site})
-                parts = replace(parts, **{name: added})
-        return replace(spec, submodules=parts)
+        def add(training: bool, with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = with_bias
+            output = output if bias is None else output + bias
+            if not (training and dropout):
+                return residual + output
+            first = self.ranks.first_token(len(output))
+            output, residual = output.transpose(0, 1), residual.transpose(0, 1)
+            masked = self.view.past.dropout(output, dropout, site=site, first_token=first, residual=residual)
+            return masked.transpose(0, 1)
 
-    def _with_norms(self, parts: Any) -> Any:
-        """Return submodules whose norms of torch are computed under sequence parallelism, too."""
-        norms = [name for name, each in vars(parts).items() if each is WrappedTorchNorm]
-        return replace(parts, **dict.fromkeys(norms, TorchNorm))
+        def in_place_of_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+            return partial(add, training)
 
-    def forward(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: D102
+        return in_place_of_bias_dropout_add
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        """Return the output of the layer."""
         self.view.past = past
-        rotary = None if self.rotary is None else self.rotary(self.tokens(hidden))
         try:
+            rotary = None if self.rotary is None else self.rotary(self.tokens(hidden))
             with get_fp8_context(self.config, self.number):
                 inputs = hidden.transpose(0, 1).contiguous()
                 output, _ = self.layer(inputs, attention_mask=None, rotary_pos_emb=rotary)
@@ -423,54 +401,42 @@ class Layer(PipelineLayer):
 class FinalNorm(PipelineLayer):
     """The norm after the last layer."""
 
-    def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, ranks: TensorParallelRanks, norm: Any
-    ) -> None:
-        super().__init__(config, groups, ranks)
+    prefix = "decoder."
+
+    def __init__(self, shared: Shared, norm: Any) -> None:
+        super().__init__(shared)
+        sizes = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
         norm = TorchNorm if norm is WrappedTorchNorm else norm
-        sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.final_layernorm = build_module(norm, config=config, **sizes)
+        self.final_layernorm = build_module(norm, config=self.config, **sizes)
 
-    def megatron_name(self, name: str) -> str:  # noqa: D102
-        return f"decoder.{name}"
-
-    def forward(self, hidden: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the input of the output layer."""
         return self.final_layernorm(hidden)
 
 
 class Output(PipelineLayer):
     """megatron-core's output layer, with a weight of its own."""
 
-    def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, ranks: TensorParallelRanks, vocab_size: int
-    ) -> None:
-        super().__init__(config, groups, ranks)
-        self.output_layer = _output_layer(config, groups, vocab_size)
+    def __init__(self, shared: Shared, vocab_size: int) -> None:
+        super().__init__(shared)
+        self.output_layer = self.output_layer_of(vocab_size)
         setattr(self.output_layer.weight, AT_AN_END, True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, n, hidden] in, [B, N, own part of the vocabulary] out."""
-        return _logits(self.output_layer, hidden)
+        """Return the logits [B, N, own part of the vocabulary]."""
+        return self.logits_of(self.output_layer, hidden)
 
 
-def _output_layer(
-    config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, **settings: Any
-) -> ColumnParallelLinear:
-    fixed = {"bias": False, "skip_bias_add": False, "gather_output": False, "tp_group": groups.tp}
-    return ColumnParallelLinear(
-        config.hidden_size, vocab_size, config=config, init_method=config.init_method, **fixed, **settings
-    )
-
-
-def _logits(output_layer: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-    logits, _ = output_layer(hidden.transpose(0, 1).contiguous(), weight=weight)
-    return logits.transpose(0, 1)
+def _with_norms(parts: Any, **others: Any) -> Any:
+    """Return submodules with other ones, and with norms of torch that are computed under sequence parallelism, too."""
+    norms = [name for name, each in vars(parts).items() if each is WrappedTorchNorm]
+    return replace(parts, **dict.fromkeys(norms, TorchNorm), **others)
 
 
 class TorchNorm:
     """megatron-core's `WrappedTorchNorm`, also where tensor-parallel ranks share the tokens."""
 
-    def __new__(cls, config: TransformerConfig, **settings: Any) -> nn.Module:
+    def __new__(cls, config: TransformerConfig, **settings: Any) -> nn.Module:  # noqa: D102
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = WrappedTorchNorm(config=plain, **settings)
@@ -510,22 +476,17 @@ class SliceAttention(nn.Module):
     def __init__(
         self,
         view: SliceView,
-        *,
         config: TransformerConfig,
         layer_number: int,
-        pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
-        attention_dropout: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.view, self.scale = view, softmax_scale
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.first_head = pg_collection.tp.rank() * config.num_attention_heads // pg_collection.tp.size()
-        self.window = None
+        self.view, self.scale, self.dropout, self.window = view, softmax_scale, config.attention_dropout, None
+        self.first_head = view.ranks.rank * config.num_attention_heads // view.ranks.size
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-            before, _ = config.window_size
-            self.window = None if before < 0 else before + 1
+            # megatron-core counts the tokens before a token.
+            self.window = config.window_size[0] + 1 or None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Query [N, B, heads, D], key [N, B, groups, D] and value [N, B, groups, V] in, [N, B, heads V] out."""
@@ -538,26 +499,3 @@ class SliceAttention(nn.Module):
             window=self.window,
         )
         return attended[..., :width].transpose(0, 1).flatten(2)
-
-
-class SliceDropout:
-    """megatron-core's bias-dropout-add, with masks that depend only on the position."""
-
-    def __init__(self, view: SliceView, ranks: TensorParallelRanks, site: int) -> None:
-        self.view, self.ranks, self.site = view, ranks, site
-
-    def __call__(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """Return the function of an output [n, B, hidden] with its bias, a residual, and a probability."""
-        return partial(self._add, training)
-
-    def _add(
-        self, training: bool, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
-    ) -> Tensor:
-        output, bias = output_with_bias
-        output = output if bias is None else output + bias
-        if not (training and probability):
-            return residual + output
-        first = self.ranks.first_token(len(output))
-        output, residual = output.transpose(0, 1), residual.transpose(0, 1)
-        masked = self.view.past.dropout(output, probability, site=self.site, first_token=first, residual=residual)
-        return masked.transpose(0, 1)

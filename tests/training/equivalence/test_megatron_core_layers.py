@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.topology import own_group
+from deepspeed_ext.runtime.topology import SequenceParallelRanks, own_group
 from megatron_terapipe.model.gpt import ModelRanks
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.checkpoint.megatron_files import MICRO, MODELS, ROWS, SEQ, Case, on_ranks, parallel, samples
@@ -190,7 +190,7 @@ def in_token_slices(setup: Setup) -> Found:
     arguments, settings = model_of(setup.model)
     masked = setup.model == "masked"
     module = TokenSlicePipelineModule(
-        gpt_model_layers(*arguments, ranks=ModelRanks(tensor, None), **settings),
+        gpt_model_layers(*arguments, ranks=ModelRanks(tensor, None, SequenceParallelRanks()), **settings),
         layout=layout,
         token_slices=TokenSlices(setup.lengths),
         loss_fn=vocabulary_loss,
