@@ -8,7 +8,7 @@ within functions, because it loads numpy and solvers, and not every run needs th
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.learn.costs import Costs
     from megatron_terapipe.search.machine.cluster import Cluster
     from megatron_terapipe.search.price.cost_model import CostModel
+    from megatron_terapipe.search.price.profile import Profile
     from megatron_terapipe.search.rank.token_slices import SolvedCut, TabulatedCosts
 
 
@@ -74,18 +75,74 @@ def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
     from megatron_terapipe.search.learn.costs import read_costs
     from megatron_terapipe.search.price.workload import gpt_workload
 
-    parallel = config.parallel
+    parallel, profile = config.parallel, profile_of_run(config)
     try:
         return read_costs(
             gpt_workload(config.model),
             cluster,
             config.precision.dtype,
-            profile_path=parallel.op_profile,
+            profile_path=None,
             calibration_path=parallel.op_calibration,
+            profile=profile,
         )
     except UserError as error:
         flags = [flag(name) for name in ("op_profile", "op_calibration") if getattr(parallel, name) is not None]
         raise ConfigError(f"{', '.join(flags)}: {error}") from None
+
+
+def profile_of_run(config: Config) -> "Profile | None":
+    """Return the measured times of a run: of the layers of a user's own model, or of `--op-profile`; None for none."""
+    from megatron_terapipe.search.price.profile import parse_profile, read_profile
+
+    if config.measured is not None:
+        return parse_profile(config.measured, "the measured layers")
+    try:
+        return None if config.parallel.op_profile is None else read_profile(config.parallel.op_profile)
+    except UserError as error:
+        raise ConfigError(f"--op-profile: {error}") from None
+
+
+def prices_ops(config: Config) -> bool:
+    """Whether the plan of a run depends on the times of its ops."""
+    parallel = config.parallel
+    finds = parallel.token_slices == AUTO or parallel.pipeline_schedule == OPTIMISED or parallel.stage_partition == AUTO
+    dispatches = parallel.expert_model_parallel_size > 1 and config.model.moe_token_dispatcher_type == AUTO
+    return finds or dispatches or config.training.offload_token_slices
+
+
+Measure = Callable[[Config], Mapping[str, Any]]
+"""Returns the profile, as its JSON, of the layers that a program has in place of the GPT's."""
+
+
+def with_measured_layers(config: Config, program: str | None, measure: Measure | None, ask: "Ask | None") -> Config:
+    """Return a configuration with the measured times of a program's own layers; with --op-profile, as it is.
+
+    Args:
+        program: the program; None = the layers are the GPT's, which have formulas.
+        measure: None = this process measures nothing.
+        ask: asks the first rank: ranks with other times would find other programs, and hang.
+    """
+    if config.parallel.op_profile is not None:
+        profile = profile_of_run(config)
+        if profile is not None and profile.own_model != program:
+            raise ConfigError(
+                f"--op-profile {config.parallel.op_profile} has times of the layers of {profile.own_model or 'a GPT'}, "
+                f"and this run trains the layers of {program or 'a GPT'}: give a profile of these, or none"
+            )
+    elif program is not None and config.measured is None:
+        if measure is None:
+            raise ConfigError(
+                f"a dry run does not measure, and this plan needs the times of the layers of {program}: give "
+                f"--op-profile, the file that `terapipe search measure --program {program}` with the same flags writes"
+            )
+        if config.model.num_experts is not None:
+            raise ConfigError(
+                f"layers of experts are not measured, and {program} has some (--num-experts): drop the flags that "
+                "search by their times, such as --token-slices auto"
+            )
+        find = partial(measure, config)
+        return replace(config, measured=find() if ask is None else ask("times of the layers", find))
+    return config
 
 
 def machine_in_words(config: Config, machine: str | None = None) -> str:
@@ -95,6 +152,7 @@ def machine_in_words(config: Config, machine: str | None = None) -> str:
         default = f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given"
         machine = default if parallel.cluster is None else f"the cluster {parallel.cluster}"
     profile = "" if parallel.op_profile is None else f" with the profile {parallel.op_profile}"
+    profile = ", with the measured times of its layers" if config.measured is not None else profile
     return machine + profile + ("" if parallel.op_calibration is None else f", calibrated on {parallel.op_calibration}")
 
 
@@ -195,14 +253,8 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
             f"--strategy auto: {ranks.all} ranks are not {ranks.on_a_host} on each host: describe the hosts in a file "
             "for --cluster"
         )
-    from megatron_terapipe.search.price.profile import read_profile
-
     device, assumed, described = DEVICE, " (assumed: give --cluster or --op-profile)", "default"
-    if parallel.op_profile is not None:
-        try:
-            profile = read_profile(parallel.op_profile)
-        except UserError as error:
-            raise ConfigError(f"--op-profile: {error}") from None
+    if (profile := profile_of_run(config)) is not None:
         device, assumed, described = profile.device, "", "--op-profile"
         if profile.accelerator == "cpu":
             device = "cpu-core"
@@ -260,8 +312,11 @@ def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | N
     strategy = Strategy.of_config(config, data_parallel_size)
     model = cost_model_of(config, strategy.world_size)
     settings = model.host_copy_settings(model.placed(strategy))
-    # How many token slices a window reaches depends on their lengths, which differ where documents cut them.
-    return replace(settings, windows=()) if config.document_cuts() else settings
+    # How many token slices a window reaches depends on their lengths, which differ where documents cut them. Windows of
+    # a program's own layers are not known.
+    profile = profile_of_run(config)
+    own = profile is not None and profile.own_model is not None
+    return replace(settings, windows=()) if own or config.document_cuts() else settings
 
 
 def expert_exchange(config: Config) -> ExpertExchange:

@@ -1,6 +1,7 @@
 """The whole configuration: every section, and the rules that hold between them."""
 
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -50,6 +51,8 @@ class Config:
     deepspeed: DeepSpeedConfig
     own: Namespace = field(default_factory=Namespace)
     """Values of the flags that the program of a user's own model adds."""
+    measured: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Profile, as its JSON, of the layers of a user's own model, measured before the run; None = not measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "training", self.training.for_sequences(self.model.seq_length))

@@ -23,11 +23,13 @@ from megatron_terapipe.data.tokenizer import build_tokenizer
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import (
+    Measure,
     Ranks,
     best_strategy,
     machine_in_words,
     named_cluster,
     slots_of_hosts,
+    with_measured_layers,
 )
 from megatron_terapipe.strategy import DIMENSIONS, FoundStrategy, Strategy
 from megatron_terapipe.training.run import Run, vocab_size_of
@@ -88,8 +90,17 @@ STRATEGY_FILE = "strategy.json"
 """File in the directory of the checkpoints, for the next start of the run and for `--strategy`."""
 
 
-def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
-    """Return the strategy of a run: its checkpoint's if it has as many ranks, else the best one."""
+def find_strategy(
+    config: Config,
+    constraints: Mapping[str, tuple[Any, ...]],
+    program: str | None = None,
+    measure: Measure | None = None,
+) -> FoundStrategy:
+    """Return the strategy of a run: its checkpoint's if it has as many ranks, else the best one.
+
+    Args:
+        program: program whose own layers are trained, and whose times `measure` returns; None for the GPT's.
+    """
     ranks = _ranks(config, constraints)
     saved, notices = _saved(config), []
     if saved is not None:
@@ -99,7 +110,10 @@ def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) ->
         notices.append(
             f"--strategy auto searches again: {path} is for {strategy.world_size} ranks, and this run has {ranks.all}"
         )
-    found = best_strategy(_with_vocabulary(config), ranks, constraints)
+    config = with_measured_layers(with_vocabulary(config), program, measure, None)
+    if program is not None:  # Norms and activations are computed again by the GPT's layers only.
+        constraints = {"recompute": ("none", "full"), **constraints}
+    found = best_strategy(config, ranks, constraints)
     return found._replace(notices=(*notices, *found.notices))
 
 
@@ -130,7 +144,7 @@ def _saved(config: Config) -> tuple[Strategy, str] | None:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _with_vocabulary(config: Config) -> Config:
+def with_vocabulary(config: Config) -> Config:
     """Return the configuration with the vocabulary size of its tokenizer."""
     if config.training.dry_run_without_files:
         config = without_files(config)

@@ -5,10 +5,11 @@ torch and DeepSpeed take seconds to import, so they are imported once the flags 
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deepspeed_ext.plan.terminal import printable_output
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
@@ -58,7 +59,7 @@ def pretrain(
         first_rank = FirstRank()
         arguments = read_arguments(
             argv,
-            partial(_find_strategy, first_rank),
+            partial(_find_strategy, first_rank, trained),
             program=program,
             own_flags=flags,
             has_own_data=datasets is not None,
@@ -94,7 +95,7 @@ def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: E
         from megatron_terapipe.training.run_summary import start_of_log
         from megatron_terapipe.training.trainer import Trainer
 
-        run = prepare(config, launch, first_rank.ask(config), trained)
+        run = prepare(config, launch, first_rank.ask(config), trained, partial(_measure, trained))
 
         def hold_saves() -> None:
             if first and end.save is not None and not config.training.skip_train:
@@ -143,17 +144,27 @@ def _dry_run(arguments: Arguments, launch: LaunchEnvironment, trained: TrainedMo
         print(*arguments.notices, *lines, sep="\n", flush=True)
 
 
-def _find_strategy(first_rank: FirstRank, config: Config, constraints: Constraints) -> FoundStrategy:
+def _measure(trained: TrainedModel, config: Config) -> Mapping[str, Any]:
+    # Imported where layers are measured.
+    from megatron_terapipe.search.measure.own_model import measure_here
+
+    return measure_here(trained, config)
+
+
+def _find_strategy(
+    first_rank: FirstRank, trained: TrainedModel, config: Config, constraints: Constraints
+) -> FoundStrategy:
     """Return the strategy that the first rank finds."""
     # Imported where a search is needed: it loads torch.
     from megatron_terapipe.training.auto_plan import find_strategy
 
     if config.training.dry_run:
         _choose_cpu_without_cuda()
-    ask = first_rank.ask(config)
+    ask, measure = first_rank.ask(config), None if config.training.dry_run else partial(_measure, trained)
+    find = partial(find_strategy, config, constraints, trained.own_program, measure)
     if ask is None:
-        return find_strategy(config, constraints)
-    return FoundStrategy.from_json(ask("strategy", lambda: find_strategy(config, constraints).to_json()))
+        return find()
+    return FoundStrategy.from_json(ask("strategy", lambda: find().to_json()))
 
 
 def _choose_cpu_without_cuda() -> None:

@@ -39,7 +39,16 @@ from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_token
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.devices import device_in
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError, not_installed
-from megatron_terapipe.planning import Ask, check_schedule, pipeline_schedule, plan_run, proven_schedule
+from megatron_terapipe.planning import (
+    Ask,
+    Measure,
+    check_schedule,
+    pipeline_schedule,
+    plan_run,
+    prices_ops,
+    proven_schedule,
+    with_measured_layers,
+)
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.optimizer import schedule_facts
 from megatron_terapipe.training.records import Progress
@@ -138,7 +147,11 @@ class Run:
 
 
 def prepare(
-    config: Config, launch: LaunchEnvironment, ask: Ask | None = None, trained: TrainedModel | None = None
+    config: Config,
+    launch: LaunchEnvironment,
+    ask: Ask | None = None,
+    trained: TrainedModel | None = None,
+    measure: Measure | None = None,
 ) -> Run:
     """Check a configuration against the ranks, the files and the packages, and return the run.
 
@@ -147,6 +160,7 @@ def prepare(
     Args:
         ask: asks the first rank for settings that flags leave open; None = this process searches.
         trained: layers, loss and data; None for the GPT on the data of the flags.
+        measure: measures layers that are not the GPT's; None in a dry run.
     """
     check_versions()
     trained = trained or TrainedModel()
@@ -155,6 +169,8 @@ def prepare(
     tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
     tokenizer = build_tokenizer(tokenizer_settings)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size_of(config, tokenizer)))
+    if prices_ops(config):
+        config = with_measured_layers(config, trained.own_program, measure, ask)
     config, found = plan_run(config, launch.world_size, ask)
     layout = config.parallel.layout(launch.world_size)
     _check_outputs(config)
@@ -412,7 +428,9 @@ def _verified(run: Run, given: Config, note: Callable[[str], None]) -> Run:
         if before is None:
             raise
         note(f" warning: {error}")
-        older = replace(given, checkpoint=replace(given.checkpoint, load_tag=before, ckpt_step=None))
+        older = replace(
+            given, measured=run.config.measured, checkpoint=replace(given.checkpoint, load_tag=before, ckpt_step=None)
+        )
         return _verified(prepare(older, run.launch, run.ask, run.trained), given, note)
     if line is not None:
         note(line)

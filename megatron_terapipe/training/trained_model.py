@@ -57,6 +57,11 @@ class TrainedModel:
         """Whether the formulas of the GPT's work and memory hold for it, and the formats of its weights."""
         return self.layers is gpt_layers
 
+    @property
+    def own_program(self) -> str | None:
+        """The program, if the layers are its own; None for the GPT."""
+        return None if self.is_gpt else self.program
+
     def makes_data(self, config: Config) -> bool:
         """Whether a run trains on the data that the program makes."""
         return self.datasets is not None and not config.data.mock_data

@@ -61,7 +61,7 @@ OTHERS = {
     *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),  # data files, read by columns
     *("--save", "--metrics-file", "--report", "--json", "--output", "--svg", "--html", "--trace", "--write-schedule"),
     *("--propose-trials", "--save-calibration"),
-    *("--input", "--trainer"),  # a corpus, read line by line, and a script
+    *("--input", "--trainer", "--program"),  # a corpus, read line by line, and scripts
 }
 """Flags of files that are written, or that have rules of their own."""
 

@@ -38,12 +38,13 @@ TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "megatron-core", "fsdp")
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and the flags that change it."""
+def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add MODEL, perhaps one that may be left out, and the flags that change it."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "model",
         metavar="MODEL",
+        nargs=None if required else "?",
         help=(
             "JSON or YAML file, or the name of a preset such as gpt3-13b (an unknown name lists them), or a "
             "config.json of Hugging Face or its folder; - takes the model from flags only"

@@ -5,9 +5,18 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, add_json_flag
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
-from megatron_terapipe.search.answer.flags import PRECISIONS, add_model_flags, model_of, whole_numbers
+from megatron_terapipe.search.answer.flags import (
+    CHANGES,
+    FROM_FLAGS,
+    PRECISIONS,
+    add_model_flags,
+    model_of,
+    whole_numbers,
+)
 from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
 from megatron_terapipe.search.measure.on_hosts import measure_hosts
 from megatron_terapipe.search.measure.sizes import (
@@ -22,18 +31,29 @@ from megatron_terapipe.search.price.profile_times import message_line
 HELP = (
     "Measure the layers of a model as the trainer runs them (micro-batches, token slices, their prefixes, "
     "tensor-parallel sizes), the links between ranks, and the overhead of the engine: on this machine, or with "
-    "--hostfile on several, and the links between them. Write a profile for --profile and the trainer's --op-profile."
+    "--hostfile on several, and the links between them. Write a profile for --profile and the trainer's --op-profile. "
+    "The layers are a GPT's, or with --program your own."
 )
 
 EXAMPLES = """\
 examples:
   %(prog)s model.json --budget-s 60
-  %(prog)s llama2-7b --hostfile hostfile --tensor-parallel-size 1,2,4 --json profile.json"""
+  %(prog)s llama2-7b --hostfile hostfile --tensor-parallel-size 1,2,4 --json profile.json
+  %(prog)s --budget-s 30 --program examples/pretrain_own_model.py --num-layers 4 --hidden-size 64 ..."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
-    add_model_flags(parser)
+    add_model_flags(parser, required=False)
+    parser.add_argument_group("model").add_argument(
+        "--program",
+        nargs=argparse.REMAINDER,
+        metavar="FILE FLAG",
+        help=(
+            "instead of MODEL: a program that calls pretrain(layers), and its flags, as for a training; the last flag "
+            "of this command, since all words after it are the program's"
+        ),
+    )
     group = parser.add_argument_group("measurements")
     group.add_argument("--precision", choices=PRECISIONS, help="type of the weights (default: bf16; fp32 on CPUs)")
     group.add_argument(
@@ -76,11 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write."""
-    workload = model_of(options)
-    if workload.config is None:
-        raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
-    if workload.experts is not None:
-        raise ConfigError(f"{options.model} has experts, whose layers are not measured: rank it without --profile")
+    model, precision = _model_of_program(options) if options.program else (_gpt_of(options), None)
     if options.budget_s <= 0:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
     if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
@@ -90,17 +106,20 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--num-processes {options.num_processes}: {why_not}")
     slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
     ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
-    tensor, token_slices, model = options.tensor_parallel_size, options.num_token_slices, workload.config
-    divisors = [size for size in (1, 2, 4, 8) if size <= max(ranks_of_a_node, 1) and not undivided_number(model, size)]
+    tensor, token_slices = options.tensor_parallel_size, options.num_token_slices
+    # Layers of one's own may need ranks that really exchange their parts.
+    most = 1 if options.program else max(ranks_of_a_node, 1)
+    divisors = [size for size in (1, 2, 4, 8) if size <= most and not undivided_number(model, size)]
     sizes = MeasuredSizes(
         model=model,
-        precision=options.precision or ("fp32" if on_cpu() else "bf16"),
+        precision=options.precision or precision or ("fp32" if on_cpu() else "bf16"),
         tensor_parallel_sizes=numbers(tensor, "--tensor-parallel-size") if tensor else tuple(divisors),
         micro_batch_sizes=numbers(options.micro_batch_size, "--micro-batch-size"),
         nums_token_slices=numbers(token_slices, "--num-token-slices")
         if token_slices
         else default_numbers_of_token_slices(model.seq_length),
         budget_s=options.budget_s,
+        program=tuple(options.program) if options.program else None,
     )
     alone = options.json == STANDARD_OUTPUT
     print(*plan(sizes, slots, ranks_of_a_node), sep="\n", file=sys.stderr if alone else sys.stdout, flush=True)
@@ -124,8 +143,39 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"the first rank of {options.hostfile} sent no profile: see the lines above")
     write_profile(profile, options.json)
     if not alone:
-        print(*summary(profile), *next_steps(profile, options.model, options.json), sep="\n")
+        values = {flag(name): value for name in CHANGES if (value := getattr(model, name)) is not None}
+        words = options.model or " ".join([FROM_FLAGS, *(f"{name} {value}" for name, value in values.items())])
+        print(*summary(profile), *next_steps(profile, words, options.json), sep="\n")
     return 0
+
+
+def _gpt_of(options: argparse.Namespace) -> ModelConfig:
+    """Return the model that MODEL names."""
+    if options.model is None:
+        raise ConfigError("nothing is named to be measured: give MODEL, or --program FILE with the flags of a training")
+    workload = model_of(options)
+    if workload.config is None:
+        raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
+    if workload.experts is not None:
+        raise ConfigError(f"{options.model} has experts, whose layers are not measured: rank it without --profile")
+    return workload.config
+
+
+def _model_of_program(options: argparse.Namespace) -> tuple[ModelConfig, str]:
+    """Return the model section of the flags of a program, and its precision."""
+    # Imported where a program is run: it loads torch.
+    from megatron_terapipe.search.measure.program import model_of_program
+
+    changed = [flag(name) for name in CHANGES if getattr(options, name) is not None]
+    if options.model is not None or changed:
+        raise ConfigError(
+            f"{options.model or changed[0]} describes a GPT, and --program {options.program[0]} has layers of its own: "
+            "give flags of the model after the program"
+        )
+    trained, config = model_of_program(options.program)
+    if config.model.num_experts is not None:
+        raise ConfigError(f"{trained.program} has experts (--num-experts), whose layers are not measured: drop it")
+    return config.model, config.precision.dtype
 
 
 def plan(sizes: MeasuredSizes, slots: Sequence[int] | None, ranks: int) -> Iterator[str]:
@@ -149,7 +199,10 @@ def next_steps(profile: Profile, model: str, path: str) -> Iterator[str]:
     for sizes in sizes_measured_once(profile):
         yield f"measured: only {sizes}; op times of others are a guess, and a longer --budget-s measures them"
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
-    yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
+    if profile.own_model is None:
+        yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
+    else:
+        yield f"  or: train with --op-profile {path}, which also finds --token-slices auto"
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -158,16 +211,26 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
     return tuple(sorted(set(whole_numbers(text, wrong))))
 
 
+_OWN_LAYERS = {
+    "embedding": "the layers before the blocks",
+    "block": "a block",
+    "head": "the layers after them and the loss",
+}
+"""Names of a user's own layers, by the kind of a GPT's layer that has their times."""
+
+
 def summary(profile: Profile) -> Iterator[str]:
     """Yield a summary of the measurements, a line each."""
     nodes = f"{profile.num_nodes} hosts of " if profile.num_nodes > 1 else ""
-    yield f"{nodes}{profile.num_devices} x {profile.device}, {profile.precision}"
+    own = "" if profile.own_model is None else f", the layers of {profile.own_model}"
+    yield f"{nodes}{profile.num_devices} x {profile.device}, {profile.precision}{own}"
     for layer in profile.layers:
-        if layer.recompute == "none":
+        name = str(layer.shape) if profile.own_model is None else _OWN_LAYERS.get(layer.shape.kind)
+        if layer.recompute == "none" and name is not None:
             longest = max(layer.points, key=lambda point: (point.end - point.start, -point.micro_batch_size))
             backward = longest.input_gradient_s + longest.weight_gradient_s
             yield (
-                f"  {layer.shape}, tensor-parallel size {layer.tensor_parallel_size}: "
+                f"  {name}, tensor-parallel size {layer.tensor_parallel_size}: "
                 f"{longest.micro_batch_size} x {longest.end - longest.start} tokens forward "
                 f"{1000 * longest.forward_s:.3g} ms, backward {1000 * backward:.3g} ms ({len(layer.points)} points)"
             )

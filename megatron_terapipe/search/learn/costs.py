@@ -89,18 +89,20 @@ def read_costs(
     profile_path: str | None,
     calibration_path: str | None,
     software: Software = TERAPIPE,
+    profile: Profile | None = None,
 ) -> Costs:
     """Return the sources of prices of a model on a cluster; their files are read.
 
     Args:
         profile_path: file that `measure` wrote; None = data sheets and formulas.
         calibration_path: trials of this cluster, or constants that were fitted to them; None = the defaults.
+        profile: the profile, if it was not read from a file.
     """
     notes = []
-    profile = None
     if profile_path is not None:
         profile = read_profile(profile_path)
         notes.append(f"op times and links are those of {profile_path}")
+    if profile is not None:
         notes += profile_notes(profile, cluster)
     if calibration_path is None:
         calibration = no_calibration(cluster if profile is None else None)

@@ -11,13 +11,17 @@ layers, from steps of two real engines that differ in their number of layers:
 """
 
 import os
+import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from itertools import cycle, islice, pairwise, repeat
 from math import inf
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -33,6 +37,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradients, WeightGradients, compute
 from deepspeed_ext.runtime.initialize import initialize
+from deepspeed_ext.runtime.micro_batch import map_tensors, tensors_in
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule, takes_past
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig, PrecisionConfig
@@ -41,9 +46,24 @@ from megatron_terapipe.config.training import OptimizerConfig
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
-from megatron_terapipe.search.measure.sizes import MESSAGE_BYTES, LinkClass, MeasuredRun, Nodes, link_classes
+from megatron_terapipe.search.measure.sizes import (
+    MESSAGE_BYTES,
+    LinkClass,
+    MeasuredRun,
+    MeasuredSizes,
+    Nodes,
+    link_classes,
+)
 from megatron_terapipe.search.price.layer_times import Numbers
-from megatron_terapipe.search.price.profile import LayerShape, OpPoint, ProfiledEngine, ProfiledLink
+from megatron_terapipe.search.price.profile import (
+    FORMAT,
+    LayerShape,
+    OpPoint,
+    Profile,
+    ProfiledEngine,
+    ProfiledLayer,
+    ProfiledLink,
+)
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
@@ -70,18 +90,50 @@ class IsolatedRanks(TensorParallelRanks):
         return lambda: part
 
 
+class BuiltLayer(NamedTuple):
+    """A layer on the device."""
+
+    function: Callable[..., Any]
+    """Its forward; may be another function of the module, as of a tied embedding."""
+    module: nn.Module | None = None
+    """None for a function without weights."""
+
+    @classmethod
+    def of(cls, layer: Any, dtype: torch.dtype, device: torch.device, tied: dict[str, nn.Module]) -> "BuiltLayer":
+        """Build a layer, or the function of it; `tied`: modules of tied layers by key, to which this one is added."""
+        if isinstance(layer, TiedLayerSpec):
+            module = tied[layer.key] = tied.get(layer.key) or layer.build().to(device=device, dtype=dtype)
+            return cls(module if layer.forward_fn is None else partial(layer.forward_fn, module), module)
+        if isinstance(layer, LayerSpec):
+            layer = layer.build()
+        if not isinstance(layer, nn.Module):
+            return cls(layer)
+        layer = layer.to(device=device, dtype=dtype)
+        return cls(layer, layer)
+
+
+def run_layers(layers: Sequence[BuiltLayer], hidden: Any, state: SequenceState, token_slice: int) -> Any:
+    """Return the output of layers, one after the other, for a token slice."""
+    for number, layer in enumerate(layers):
+        keywords = {"past": state.past(number, token_slice)} if takes_past(layer.function) else {}
+        hidden = layer.function(hidden, **keywords)
+    return hidden
+
+
 @dataclass(frozen=True)
 class TimedLayers:
-    """Layers of one kind, to be run one after the other."""
+    """Layers of one kind, to be run one after the other; without layers and loss they take no time."""
 
     shape: LayerShape
-    modules: tuple[nn.Module, ...]
-    functions: tuple[Callable[..., Tensor], ...]
-    """The forward of each; may be another function of a module, as of a tied embedding."""
+    layers: tuple[BuiltLayer, ...] = ()
+    before: tuple[BuiltLayer, ...] = ()
+    """Layers that make the inputs from token ids, untimed."""
+    loss: Callable[[Any, tuple[Tensor, Tensor]], Tensor] | None = None
+    """Loss of the last one's outputs, timed with them."""
     count: int = 1
     """Divisor of the times."""
-    reads_tokens: bool = False
-    ends_in_loss: bool = False
+    weight: int = 1
+    """Layers of the model that count as these: times of a shape are the mean over all of its layers."""
 
 
 def build_layers(
@@ -91,23 +143,22 @@ def build_layers(
     specs = gpt_layers(model, ranks, recompute_cheap=recompute == "selective")
     workload = gpt_workload(model)
 
-    def built(spec: LayerSpec) -> nn.Module:
-        return spec.build().to(device=device, dtype=dtype)
+    def built(spec: LayerSpec) -> BuiltLayer:
+        return BuiltLayer.of(spec, dtype, device, {})
 
+    embedding = (built(specs[0]), built(specs[1]))
     found = []
     blocks = workload.layers[workload.first_dealt : workload.end_dealt]
     for shape in dict.fromkeys(LayerShape.of(block) for block in blocks):
         index = [LayerShape.of(block) for block in blocks].index(shape)
-        modules = tuple(built(specs[LAYERS_BEFORE_BLOCKS + index]) for _ in range(BLOCKS_TOGETHER))
-        found.append(TimedLayers(shape, modules, modules, count=BLOCKS_TOGETHER))
+        together = tuple(built(specs[LAYERS_BEFORE_BLOCKS + index]) for _ in range(BLOCKS_TOGETHER))
+        found.append(TimedLayers(shape, together, embedding, count=BLOCKS_TOGETHER))
     if recompute != "none":
         return found
-    words, positions, norm, head = (built(specs[index]) for index in (0, 1, -2, -1))
-    output = partial(specs[-1].forward_fn, head) if isinstance(specs[-1], TiedLayerSpec) else head
     embedding_shape, norm_shape, head_shape = (LayerShape.of(workload.layers[index]) for index in (0, -2, -1))
-    found.append(TimedLayers(embedding_shape, (words, positions), (words, positions), reads_tokens=True))
-    found.append(TimedLayers(norm_shape, (norm,), (norm,)))
-    found.append(TimedLayers(head_shape, (head,), (output,), ends_in_loss=True))
+    found.append(TimedLayers(embedding_shape, embedding))
+    found.append(TimedLayers(norm_shape, (built(specs[-2]),), embedding))
+    found.append(TimedLayers(head_shape, (built(specs[-1]),), embedding, gpt_loss))
     return found
 
 
@@ -120,45 +171,50 @@ class LayerTimer:
 
     def points(
         self, built: Sequence[TimedLayers], runs: Sequence[MeasuredRun], is_over: Callable[[MeasuredRun], bool]
-    ) -> list[tuple[TimedLayers, list[OpPoint]]]:
-        """Medians over repeats, for each token slice of each layer; all ranks must call it at the same time.
+    ) -> dict[LayerShape, list[OpPoint]]:
+        """Medians over repeats, for each token slice of each shape; all ranks must call it at the same time.
 
         All runs are visited in turn, again and again, so that a temporary disturbance of the machine affects all runs.
         `is_over(visited run)`: whether time is over, the same on all ranks; at least one run is visited.
         """
-        sums: dict[LayerShape, AccumulatedGradients | None] = {}
+        sums: list[AccumulatedGradients | None] = []
         for layers in built:
-            for module in layers.modules:
+            modules = dict.fromkeys(layer.module for layer in layers.layers if layer.module is not None)
+            for module in modules:
                 self._weight_gradients.attach(module)
-            sums[layers.shape] = None
+            sums.append(None)
             if self._dtype is torch.bfloat16:
                 # The engine adds bf16 gradients to fp32 sums.
-                weights = dict.fromkeys(each for module in layers.modules for each in module.parameters())
+                weights = dict.fromkeys(each for module in modules for each in module.parameters())
                 zeros = ((weight, torch.zeros_like(weight, dtype=torch.float32)) for weight in weights)
-                sums[layers.shape] = AccumulatedGradients(zeros)
-        found: dict[tuple[LayerShape, MeasuredRun], list[Numbers]] = {}
+                sums[-1] = AccumulatedGradients(zeros)
+        found: dict[MeasuredRun, list[list[Numbers]]] = {}
         for run in islice(cycle(runs), MOST_VISITS * len(runs)):
-            for layers in built:
-                repeats = found.setdefault((layers.shape, run), [])
+            of_run = found.setdefault(run, [[] for _ in built])
+            for layers, total, repeats in zip(built, sums, of_run, strict=True):
+                if not layers.layers and layers.loss is None:
+                    continue
+                inputs = self._inputs(layers, run)
                 if not repeats:
                     # Gradients exist from the first on, as within a step: products add to them.
-                    self._repeat(layers, run, sums[layers.shape])
+                    self._repeat(layers, run, inputs, total)
                 begun, visited = time.perf_counter(), len(repeats)
                 while len(repeats) == visited or self._together(time.perf_counter() - begun) < VISIT_S:
                     dist.barrier()
-                    repeats.append(self._repeat(layers, run, sums[layers.shape]))
+                    repeats.append(self._repeat(layers, run, inputs, total))
             if is_over(run):
                 break
-        visited_runs = [run for run in runs if (built[0].shape, run) in found]
-        return [
-            (layers, [point for run in visited_runs for point in self._points(layers, run, found[layers.shape, run])])
-            for layers in built
-        ]
+        by_shape: dict[LayerShape, list[tuple[int, list[OpPoint]]]] = defaultdict(list)
+        for number, layers in enumerate(built):
+            points = [point for run, of_run in found.items() for point in self._points(layers, run, of_run[number])]
+            by_shape[layers.shape].append((layers.weight, points))
+        return {shape: list(_means(groups)) for shape, groups in by_shape.items()}
 
     def _points(self, layers: TimedLayers, run: MeasuredRun, repeats: Sequence[Numbers]) -> Iterator[OpPoint]:
+        bounds = list(self._cut(run).bounds())
         # One message for all token slices: on a slow link a message takes longer than a measured op.
-        medians = self._together(np.median(repeats, axis=0))
-        for (start, end), times in zip(self._cut(run).bounds(), medians, strict=True):
+        medians = self._together(np.median(repeats, axis=0)) if repeats else [[0.0] * 4] * len(bounds)
+        for (start, end), times in zip(bounds, medians, strict=True):
             forward, backward, of_input, of_weight = (each / layers.count for each in times)
             # Most schedules run the whole backward; the two parts determine its division.
             share = of_input / (of_input + of_weight) if of_input + of_weight else 0.0
@@ -174,41 +230,49 @@ class LayerTimer:
         dist.all_reduce(total)
         return (total / dist.get_world_size()).tolist()
 
-    def _repeat(self, layers: TimedLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> Numbers:
+    def _repeat(
+        self, layers: TimedLayers, run: MeasuredRun, inputs: Sequence[Any], sums: AccumulatedGradients | None
+    ) -> Numbers:
         """Seconds [S, 4] of the ops of each token slice: forward, backward, input gradient, weight gradient."""
-        whole, parts = (np.array(self._once(layers, run, sums, defers=defers)) for defers in (False, True))
+        whole, parts = (np.array(self._once(layers, run, inputs, sums, defers=defers)) for defers in (False, True))
         return np.column_stack([(whole[:, 0] + parts[:, 0]) / 2, whole[:, 1], parts[:, 1:]])
 
     def _once(
-        self, layers: TimedLayers, run: MeasuredRun, sums: AccumulatedGradients | None, *, defers: bool
+        self,
+        layers: TimedLayers,
+        run: MeasuredRun,
+        inputs: Sequence[Any],
+        sums: AccumulatedGradients | None,
+        *,
+        defers: bool,
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
         cut = self._cut(run)
         state = SequenceState(cut, sequences=range(run.micro_batch_size))
-        inputs = [self._input(layers, run.micro_batch_size, length) for length in cut.lengths]
         forwards, roots = [], []
-        for index, given in enumerate(inputs):
-            targets = torch.zeros(run.micro_batch_size, cut.lengths[index], dtype=torch.long)
+        for index, given in enumerate(map_tensors(_leaf, inputs)):
+            of_slice = run.micro_batch_size, cut.lengths[index]
+            labels = torch.zeros(of_slice, dtype=torch.long, device=self._device)
+            loss_mask = torch.ones(of_slice, device=self._device)
             with Stopwatch() as watch:
-                output = given
-                for number, (module, function) in enumerate(zip(layers.modules, layers.functions, strict=True)):
-                    keywords = {"past": state.past(number, index)} if takes_past(module) else {}
-                    output = function(output, **keywords)
-                if layers.ends_in_loss:
-                    output = gpt_loss(output, (targets.to(self._device), torch.ones_like(targets).to(self._device)))
+                output = run_layers(layers.layers, given, state, index)
+                if layers.loss is not None:
+                    output = layers.loss(output, (labels, loss_mask))
             forwards.append(watch.seconds)
-            roots.append(output)
+            roots.append([tensor for tensor in tensors_in(output) if tensor.requires_grad])
+            del output
         found: list[tuple[float, float, float]] = []
         for index in reversed(range(len(cut))):
-            root = roots.pop()
-            gradient = torch.ones_like(root)
+            pairs: list[Any] = [(root, torch.ones_like(root)) for root in roots.pop()]
+            pairs += state.carried.roots(index)
             weights_s = 0.0
             with Stopwatch() as watch:
                 with self._weight_gradients.deferring() if defers else nullcontext() as deferred:
-                    torch.autograd.backward(root, gradient)
+                    if pairs:
+                        torch.autograd.backward(*zip(*pairs, strict=True))
                 if sums is not None:
                     sums.collect()
-            del root
+            del pairs
             if deferred is not None:
                 with Stopwatch() as other:
                     compute(deferred)
@@ -216,11 +280,29 @@ class LayerTimer:
             found.append((forwards[index], watch.seconds, weights_s))
         return found[::-1]
 
-    def _input(self, layers: TimedLayers, rows: int, length: int) -> Tensor:
-        if layers.reads_tokens:
-            return torch.randint(self._model.vocab_size or 2, (rows, length), device=self._device)
-        shape = rows, length, self._model.hidden_size
-        return torch.randn(shape, dtype=self._dtype, device=self._device, requires_grad=True)
+    def _inputs(self, layers: TimedLayers, run: MeasuredRun) -> list[Any]:
+        """Inputs of the layers for each token slice: token ids [B, N], or the outputs of the layers before."""
+        cut = self._cut(run)
+        state = SequenceState(cut, sequences=range(run.micro_batch_size), forward_only=True)
+        vocabulary = self._model.vocab_size or 2
+        found = []
+        with torch.no_grad():
+            for index, length in enumerate(cut.lengths):
+                tokens = torch.randint(vocabulary, (run.micro_batch_size, length), device=self._device)
+                found.append(run_layers(layers.before, tokens, state, index))
+        return found
+
+
+def _leaf(entry: Any) -> Any:
+    return entry.detach().requires_grad_(entry.is_floating_point()) if torch.is_tensor(entry) else entry
+
+
+def _means(groups: Sequence[tuple[int, Sequence[OpPoint]]]) -> Iterator[OpPoint]:
+    """Yield the means of points at the same places, of groups of layers with a weight each."""
+    weights = [weight for weight, _ in groups]
+    for same in zip(*(points for _, points in groups), strict=True):
+        seconds = np.average([point[3:] for point in same], axis=0, weights=weights).tolist()
+        yield OpPoint(*same[0][:3], *seconds)
 
 
 class Stopwatch:
@@ -248,6 +330,76 @@ def merged(points: Sequence[OpPoint], *, by_place: bool) -> tuple[OpPoint, ...]:
         OpPoint(size, 0, length, *(median(times) for times in zip(*(point[3:] for point in of_size), strict=True)))
         for (size, length), of_size in sizes.items()
     )
+
+
+Build = Callable[..., list[TimedLayers]]
+"""Builds the layers to time: called with tensor-parallel ranks, dtype and device, and `recompute`."""
+
+
+def measured_layers(
+    sizes: MeasuredSizes,
+    build: Build,
+    device: torch.device,
+    end: float,
+    doing: Callable[[float, MeasuredRun], None] = lambda share, run: None,
+) -> tuple[ProfiledLayer, ...]:
+    """Measure layers on all ranks of the process group together.
+
+    Args:
+        end: time of the first rank's `perf_counter` after which no further size is begun.
+        doing: callback(share of the time, visited run).
+    """
+    begun, rank, found = time.perf_counter(), dist.get_rank(), []
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
+    own_group = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    for size, recompute, share in sizes.layouts():
+        now = time.perf_counter()
+        ends = now + share * max(end - now, 0.0)
+
+        def is_over(run: MeasuredRun, ends: float = ends) -> bool:
+            doing((time.perf_counter() - begun) / max(end - begun, 1.0), run)
+            # All ranks go by the clock of the first.
+            over = torch.tensor([float(time.perf_counter() > ends)], device=device)
+            dist.broadcast(over, 0)
+            return bool(over.item())
+
+        ranks: TensorParallelRanks = IsolatedRanks(rank % size, size, own_group) if size > 1 else IsolatedRanks()
+        timer = LayerTimer(sizes.model, dtype, device)
+        built = build(ranks, dtype, device, recompute=recompute)
+        for shape, points in timer.points(built, list(sizes.runs(size, recompute)), is_over).items():
+            found.append(
+                ProfiledLayer(
+                    shape=shape,
+                    tensor_parallel_size=size,
+                    recompute=recompute,  # type: ignore[arg-type]
+                    points=merged(points, by_place=shape.kind == "block"),
+                )
+            )
+    return tuple(found)
+
+
+def profile_here(layers: tuple[ProfiledLayer, ...], sizes: MeasuredSizes, **more: Any) -> Profile:
+    """Return the profile of this machine; `more`: other fields of it."""
+    name = get_accelerator().device_name()
+    return Profile(
+        format=FORMAT,
+        device=_processor() if name == "cpu" else str(torch.cuda.get_device_name()),
+        accelerator=name,
+        precision=sizes.precision,  # type: ignore[arg-type]
+        software={package: version(package) for package in ("torch", "deepspeed", "numpy")},
+        layers=layers,
+        own_model=None if sizes.program is None else Path(sizes.program[0]).name,
+        **more,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 REPEATS = 15

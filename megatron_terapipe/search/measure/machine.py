@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import platform
 import signal
 import time
 import traceback
@@ -10,23 +9,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from importlib.metadata import version
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.launcher import free_ports
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes
-from megatron_terapipe.search.price.profile import (
-    FORMAT,
-    LayerShape,
-    OpPoint,
-    Profile,
-    ProfiledEngine,
-    ProfiledLayer,
-)
+from megatron_terapipe.search.price.profile import Profile, ProfiledEngine
 
 
 def run_on_ranks(
@@ -157,65 +148,36 @@ def measure_together(
         budget_s: seconds after which no further size is begun.
         engine: time of the engine; None on ranks that did not measure it.
     """
-    import torch
-    import torch.distributed as dist
-    from deepspeed.accelerator import get_accelerator
-
     from megatron_terapipe.search.measure.layers import (
-        IsolatedRanks,
-        LayerTimer,
+        Build,
         build_layers,
         measure_links,
-        merged,
+        measured_layers,
         nodes_of_ranks,
+        profile_here,
     )
+    from megatron_terapipe.search.measure.own_model import build_own_layers
+    from megatron_terapipe.search.measure.program import model_of_program
 
     begun = time.perf_counter()
     device = _join()
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
+    build: Build = partial(build_layers, sizes.model)
+    if sizes.program is not None:
+        build = partial(build_own_layers, *model_of_program(sizes.program))
     nodes = nodes_of_ranks()
     # All ranks must agree on the time for links, and only the first has the time of the engine.
     links = measure_links(device, nodes, lambda words: report(Progress(0.1, words)), LINKS_SHARE * sizes.budget_s)
-    rank = dist.get_rank()
-    own_group = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
-    points: dict[tuple[LayerShape, int, str], list[OpPoint]] = {}
-    for size, recompute, share in sizes.layouts():
-        now = time.perf_counter()
-        ends = now + share * max(begun + budget_s - now, 0.0)
 
-        def is_over(run: MeasuredRun, ends: float = ends) -> bool:
-            passed = (time.perf_counter() - begun) / max(budget_s, 1.0)
-            report(Progress(min(0.1 + 0.9 * passed, 1.0), str(run)))
-            # All ranks go by the clock of the first.
-            over = torch.tensor([float(time.perf_counter() > ends)], device=device)
-            dist.broadcast(over, 0)
-            return bool(over.item())
+    def doing(share: float, run: MeasuredRun) -> None:
+        report(Progress(min(0.1 + 0.9 * share, 1.0), str(run)))
 
-        ranks = IsolatedRanks(rank % size, size, own_group) if size > 1 else IsolatedRanks()
-        timer = LayerTimer(sizes.model, dtype, device)
-        built = build_layers(sizes.model, ranks, dtype, device, recompute=recompute)
-        for layers, found in timer.points(built, list(sizes.runs(size, recompute)), is_over):
-            points[layers.shape, size, recompute] = found
-    profiled = tuple(
-        ProfiledLayer(
-            shape=shape,
-            tensor_parallel_size=size,
-            recompute=recompute,  # type: ignore[arg-type]
-            points=merged(found, by_place=shape.kind == "block"),
-        )
-        for (shape, size, recompute), found in points.items()
-    )
-    name = get_accelerator().device_name()
+    layers = measured_layers(sizes, build, device, begun + budget_s, doing)
     report(
-        Profile(
-            format=FORMAT,
-            device=_processor() if name == "cpu" else str(torch.cuda.get_device_name()),
-            accelerator=name,
+        profile_here(
+            layers,
+            sizes,
             num_devices=max(map(len, nodes)),
             num_nodes=len(nodes),
-            precision=sizes.precision,  # type: ignore[arg-type]
-            software={package: version(package) for package in ("torch", "deepspeed", "numpy")},
-            layers=profiled,
             links=tuple(links),
             engine=engine,
         )
@@ -239,12 +201,3 @@ def _join() -> Any:
         accelerator.set_device(local_rank)
     init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT, verbose=False)
     return torch.device(accelerator.current_device_name())
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -31,6 +31,8 @@ class MeasuredSizes:
     """Into how many token slices of the same length sequences are cut."""
     budget_s: float
     """Seconds after which no further size is begun."""
+    program: tuple[str, ...] | None = None
+    """File and flags of a program with layers of its own, which are measured in place of the model's."""
 
     def __post_init__(self) -> None:
         for size in self.tensor_parallel_sizes:
@@ -58,7 +60,13 @@ class MeasuredSizes:
 
         Layers are built for them before sizes of micro-batches and token slices are run through.
         """
-        modes = [(mode, size) for mode in WEIGHT_OF_MODE for size in self.tensor_parallel_sizes]
+        # Norms and activations are computed again by the GPT's layers only.
+        modes = [
+            (mode, size)
+            for mode in WEIGHT_OF_MODE
+            for size in self.tensor_parallel_sizes
+            if self.program is None or mode == "none"
+        ]
         weights = [WEIGHT_OF_MODE[mode] for mode, _ in modes]
         for index, (mode, size) in enumerate(modes):
             yield size, mode, weights[index] / sum(weights[index:])

@@ -155,6 +155,9 @@ class Profile(Entry):
     num_nodes: Count = 1
     """Nodes that took part; with one, the network was not measured."""
     precision: Literal["fp32", "fp16", "bf16"]
+    own_model: Text | None = None
+    """Program whose own layers were measured: those before its blocks as the embedding of a GPT of the same flags, and
+    those after them with the loss as its head. None = the GPT's."""
     software: dict[str, Any] = Field(default_factory=dict)
     """Versions of packages."""
     engine: ProfiledEngine | None = None

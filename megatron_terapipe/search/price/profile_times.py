@@ -376,6 +376,11 @@ def measured_node(profile: Profile, cluster: Cluster) -> Node:
 def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
     """Yield a line for each kind of link that ranks of a cluster use, and of sizes, that a profile has not measured."""
     name = profile.source or "the profile"
+    if profile.own_model is not None:
+        yield (
+            f"{name} was measured on the layers of {profile.own_model}: sizes of memory, parameters and messages are "
+            "those of a GPT of the same flags"
+        )
     others = dict.fromkeys(node.device.name for node in cluster.nodes if not _has_measured_devices(node, profile))
     if others:
         yield (

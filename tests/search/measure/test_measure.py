@@ -76,8 +76,7 @@ def measure() -> Found:
         timer = measuring.LayerTimer(MODEL, torch.float32, device)
         run = MeasuredRun(size, 2, 4, recompute)
         built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
-        points = timer.points(built, [run, LONGER], lambda run: False)
-        found[size, recompute] = [(layers.shape, of_layers) for layers, of_layers in points]
+        found[size, recompute] = list(timer.points(built, [run, LONGER], lambda run: False).items())
     nodes = measuring_links.nodes_of_ranks()
     in_no_time = measuring_links.measure_links(device, nodes, budget_s=0.0)
     return Found(found, measuring_links.measure_links(device, nodes), in_no_time)
