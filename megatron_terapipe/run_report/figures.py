@@ -67,8 +67,8 @@ class Figures:
     """Seconds of an iteration."""
     tokens_per_s: Spread
     """Tokens trained on in a second."""
-    tflops_per_device: float
-    """Model FLOPs in a second and device, in 10^12, with full attention."""
+    tflops_per_device: float | None
+    """Model FLOPs in a second and device, in 10^12, with full attention; None for layers of a program's own."""
     tflops_per_device_causal: float | None
     """The same with the scores that causal attention computes; None in files of earlier versions."""
     mfu: float | None
@@ -105,7 +105,7 @@ def figures_of(run: TrainingRun) -> Figures:
         best_validation_loss=None if best is None else (best.lm_loss, best.iteration),
         iteration_time_s=Spread.of([each.iteration_time_s for each in steady]),
         tokens_per_s=Spread.of([each.tokens_per_second for each in steady]),
-        tflops_per_device=median(each.tflops_per_device for each in steady),
+        tflops_per_device=_median(each.tflops_per_device for each in steady),
         tflops_per_device_causal=_median(each.tflops_per_device_causal for each in steady),
         mfu=_median(each.mfu for each in steady),
         mfu_causal=_median(each.mfu_causal for each in steady),

@@ -101,7 +101,9 @@ def _missing(
         yield "no parts of an iteration: train with --timeline DIR"
     if not run.evaluations():
         yield "no validation loss: train with --eval-interval and data for validation (--split)"
-    if figures.mfu is None:
+    if figures.tflops_per_device is None:
+        yield "no FLOP/s and MFU, because the FLOPs of layers of a program's own are not known"
+    elif figures.mfu is None:
         yield "no MFU, because the device's peak is unknown: train with --peak-tflops-per-device"
     if not figures.peak_memory_bytes:
         yield "no memory: a run of 2 iterations or more measures it"

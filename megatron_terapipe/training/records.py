@@ -71,9 +71,9 @@ class IterationMetrics(Record):
     iteration_time_s: float
     tokens_per_second: float
     global_batch_size: int
-    tflops_per_device: float
+    tflops_per_device: float | None
     """Model FLOPs, without recomputation: every token counted as if it attended to the whole sequence, or to a
-    whole window."""
+    whole window. None for layers of a program's own, whose FLOPs are not known."""
     mfu: float | None
     """The same as a share of the device's peak; None where that is unknown."""
     loss_scale: float | None
@@ -174,7 +174,7 @@ class RunStart(Event):
     machine: Machine
     """Machine that it runs on."""
     model_name: str
-    """Name of the preset, or layers x hidden size."""
+    """Name of the preset, or layers x hidden size; the program's, where the layers are its own."""
     parameters: int
     """Parameters; a shared weight counts once."""
     model: Mapping[str, Any]

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from errno import ENOSPC
 from importlib import import_module
@@ -133,15 +133,15 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int, loads:
     last = metrics[-1]
     seconds = fmean(each.iteration_time_s for each in metrics)
     # Means over time, because iterations on a batch-size ramp differ.
-    tflops = fmean(each.tflops_per_device * each.iteration_time_s for each in metrics) / seconds
-    over_last = tflops / last.tflops_per_device
     tokens = fmean(each.tokens_per_second * each.iteration_time_s for each in metrics) / seconds
+    tflops = fmean((each.tflops_per_device or 0.0) * each.iteration_time_s for each in metrics) / seconds
+    over_last = tflops / (last.tflops_per_device or 1.0)
     losses = [each.lm_loss for each in metrics if not each.skipped and isfinite(each.lm_loss)]
     parts = [
         f" iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_tenths(tflops)}",
+        *([f"throughput per GPU (TFLOP/s/GPU): {_tenths(tflops)}"] if last.tflops_per_device is not None else []),
         f"learning rate: {last.learning_rate:.6E}",
     ]
     if last.decoupled_learning_rate is not None:
@@ -411,7 +411,7 @@ def build_reporters(run: Run, parameters: int, refresh_report: Callable[[], obje
             reporters.add(output, board, board.close)
     if logging.wandb_project is not None:
         with reporters.writing(output := f"--wandb-project {logging.wandb_project}"):
-            settings = asdict(run.config) | {"own": vars(run.config.own)}
+            settings = asdict(replace(run.config, measured=None)) | {"own": vars(run.config.own)}
             project = WeightsAndBiases(logging, settings, world_size)
             reporters.add(output, project, project.close)
     return reporters

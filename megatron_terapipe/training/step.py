@@ -80,10 +80,13 @@ class TrainingStep:
         progress = progress.after(batch_size, skipped=skipped)
         model = self._run.config.model
         device_seconds = self._run.launch.world_size * seconds
-        tflops, causal_tflops = (
-            iteration_flops(model, batch_size, causal=causal) / device_seconds / 1e12 for causal in (False, True)
-        )
+        tflops: list[float | None] = [None, None]
+        if self._run.trained.is_gpt:  # Of other layers the FLOPs are not known.
+            tflops = [
+                iteration_flops(model, batch_size, causal=causal) / device_seconds / 1e12 for causal in (False, True)
+            ]
         peak = self._run.peak_tflops
+        shares = [None if peak is None or each is None else each / peak for each in tflops]
         spiky_loss, large_grads = self._spikes.check(progress.iteration, loss, grad_norm)
         is_first = progress.iteration == self._run.start.iteration + 1
         if (
@@ -103,10 +106,10 @@ class TrainingStep:
                 iteration_time_s=seconds,
                 tokens_per_second=batch_size * model.seq_length / seconds,
                 global_batch_size=batch_size,
-                tflops_per_device=tflops,
-                tflops_per_device_causal=causal_tflops,
-                mfu=None if peak is None else tflops / peak,
-                mfu_causal=None if peak is None else causal_tflops / peak,
+                tflops_per_device=tflops[0],
+                tflops_per_device_causal=tflops[1],
+                mfu=shares[0],
+                mfu_causal=shares[1],
                 loss_scale=float(self._engine.optimizer.loss_scale) if self._run.config.precision.fp16 else None,
                 skipped_iterations=progress.skipped_iterations,
                 params_norm=parameter_norm(self._engine) if self._logging.log_params_norm else None,

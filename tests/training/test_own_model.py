@@ -146,6 +146,7 @@ def test_stages_token_slices_and_tensor_parallel_ranks_train_as_one_process(tmp_
         assert continued == pytest.approx(expected, rel=1e-6)
     evaluated = [found[name][1][-1]["validation_lm_loss"] for name in ("one", "two")]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)
+    assert {each["tflops_per_device"] for each in found["one"][0]} == {None}
     start = json.loads(metrics("two").read_text().splitlines()[0])
     weights = VOCAB * WIDTH + 2 * (2 * WIDTH + 8 * WIDTH * WIDTH) + VOCAB * WIDTH + VOCAB
     assert (start["parameters"], "stages of layers 0-1, 2-3" in (tmp_path / "log.txt").read_text()) == (weights, True)
