@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
+from deepspeed_ext.runtime.executor import Executor
 from megatron_terapipe.arguments.build import parse_arguments, read_arguments
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.data.loader import MicroBatch
@@ -337,3 +338,11 @@ def test_flags_that_only_the_gpt_follows(words: str, named: str, tmp_path: Path)
     with pytest.raises(UserError) as error:
         TrainedModel(layers, program="mine.py").check(config)
     assert named in str(error.value)
+
+
+def test_outputs_that_no_stage_can_send() -> None:
+    module = SimpleNamespace(stage_layers=lambda stage: [SimpleNamespace(name="layer 2 (Mine)")])
+    tensors = torch.zeros(1), torch.zeros(2)
+    assert Executor._sent(SimpleNamespace(_module=module), tensors, 0) == tensors
+    with pytest.raises(UserError, match=r"layer 2 \(Mine\), the last layer of stage 0, returns a dict"):
+        Executor._sent(SimpleNamespace(_module=module), {"hidden": tensors[0]}, 0)
