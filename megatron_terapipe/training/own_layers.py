@@ -15,6 +15,8 @@ from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.runtime.first_batch_checks import TOLERANCES
 from deepspeed_ext.runtime.micro_batch import map_tensors, tensors_in
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.topology import is_of_experts
+from megatron_terapipe.checkpoint.info import EXPERTS
 from megatron_terapipe.config.parallel import ParallelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
@@ -104,6 +106,13 @@ def check_divided_weights(module: TokenSlicePipelineModule, ranks: TensorParalle
         every = [{} for _ in range(ranks.size)]
         dist.all_gather_object(every, own, group=ranks.group)
     for name, weight in module.named_parameters():
+        if module.expert_ranks.size > 1 and is_of_experts(weight):
+            if EXPERTS not in name:
+                raise UserError(
+                    f"{_place(module, name)} has experts, which checkpoints find by {EXPERTS!r} in the name: let the layer "
+                    "have an attribute mlp, and this an attribute experts with a row of each weight for an expert"
+                )
+            continue
         parts = [of_rank.get(name) for of_rank in every]
         if (fault := _fault(parts)) is not None:
             raise UserError(f"{_place(module, name)} {fault}")
