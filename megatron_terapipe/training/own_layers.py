@@ -109,8 +109,8 @@ def check_divided_weights(module: TokenSlicePipelineModule, ranks: TensorParalle
         if module.expert_ranks.size > 1 and is_of_experts(weight):
             if EXPERTS not in name:
                 raise UserError(
-                    f"{_place(module, name)} has experts, which checkpoints find by {EXPERTS!r} in the name: let the layer "
-                    "have an attribute mlp, and this an attribute experts with a row of each weight for an expert"
+                    f"{_place(module, name)} has experts, which checkpoints find by {EXPERTS!r} in the name: let "
+                    "the layer have an attribute mlp, and this an attribute experts with a row for each expert"
                 )
             continue
         parts = [of_rank.get(name) for of_rank in every]
