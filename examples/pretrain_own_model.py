@@ -1,11 +1,10 @@
 """Trains a model of your own with the whole trainer: its flags, layouts, checkpoints, metrics and reports.
 
     deepspeed --num_accelerators 2 examples/pretrain_own_model.py --pipeline-model-parallel-size 2 \
-        --num-token-slices 4 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 \
-        --max-position-embeddings 64 --vocab-size 32 --micro-batch-size 8 --global-batch-size 16 --train-iters 30 \
-        --lr 3e-3
+        --num-token-slices 4 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 32 \
+        --micro-batch-size 8 --global-batch-size 16 --train-iters 30 --lr 3e-3 --convolution-width 4
 
-Each function here is optional but `layers`. `--help` also shows the flag of this program.
+Only `layers` is needed; without the others, loss and data are those of `pretrain_gpt.py`.
 """
 
 import sys
@@ -27,44 +26,43 @@ class Attention(nn.Module):
         self.heads, self.norm = heads, nn.LayerNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
 
-    def forward(self, hidden, past):  # noqa: D102
+    def forward(self, hidden, past):
+        """Return the output [rows, tokens, hidden] of a token slice."""
         query, key, value = self.qkv(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return hidden + self.out(past.attend(query, key, value).flatten(2))
 
 
 class Convolution(nn.Module):
-    """A causal convolution over three tokens beside a residual; `past` has the last two of the token slice before."""
+    """A causal convolution beside a residual; `past` has the last inputs of the token slice before."""
 
-    def __init__(self, hidden):
+    def __init__(self, hidden, width):
         super().__init__()
-        self.convolution, self.out = nn.Conv1d(hidden, hidden, 3, groups=hidden), nn.Linear(hidden, hidden)
+        self.before, self.norm = width - 1, nn.LayerNorm(hidden)
+        self.convolution, self.out = nn.Conv1d(hidden, hidden, width, groups=hidden), nn.Linear(hidden, hidden)
 
-    def forward(self, hidden, past):  # noqa: D102
-        before = past.carried("inputs", hidden.new_zeros(len(hidden), 2, hidden.shape[2]))
-        inputs = torch.cat((before, hidden), dim=1)
-        past.carry("inputs", inputs[:, -2:])
+    def forward(self, hidden, past):
+        """Return the output [rows, tokens, hidden] of a token slice."""
+        inputs = self.norm(hidden)
+        before = past.carried("inputs", inputs.new_zeros(len(inputs), self.before, inputs.shape[2]))
+        inputs = torch.cat((before, inputs), dim=1)
+        past.carry("inputs", inputs[:, -self.before :])
         return hidden + self.out(F.gelu(self.convolution(inputs.transpose(1, 2)).transpose(1, 2)))
 
 
 def layers(config, ranks):
-    """Return the layers, first to last: attention and convolution in turn."""
-    model = config.model
-    kinds = (
-        LayerSpec(Attention, model.hidden_size, model.num_attention_heads),
-        LayerSpec(Convolution, model.hidden_size),
-    )
-    blocks = [kinds[number % 2] for number in range(model.num_layers)]
-    embedding, output = (
-        (nn.Embedding, model.vocab_size, model.hidden_size),
-        (nn.Linear, model.hidden_size, model.vocab_size),
-    )
-    return [LayerSpec(*embedding), *blocks, LayerSpec(*output)]
+    """Return the layers from token ids to logits: attention and convolution in turn."""
+    hidden, vocabulary = config.model.hidden_size, config.model.vocab_size
+    attention = LayerSpec(Attention, hidden, config.model.num_attention_heads)
+    convolution = LayerSpec(Convolution, hidden, config.own.convolution_width)
+    blocks = [convolution if number % 2 else attention for number in range(config.model.num_layers)]
+    return [LayerSpec(nn.Embedding, vocabulary, hidden), *blocks, LayerSpec(nn.Linear, hidden, vocabulary)]
 
 
-def loss(outputs, labels):
-    """Return the mean cross-entropy of the labelled tokens."""
+def loss(logits, labels):
+    """Return the mean cross-entropy of the labelled tokens, and a little of their logits' size (z-loss)."""
     targets, mask = labels
-    losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(mask)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(mask)
+    losses = losses + 1e-4 * logits.logsumexp(dim=-1) ** 2
     return (losses * mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -87,5 +85,10 @@ def datasets(config):
     return Counting(config, 10_000), Counting(config, 64), None
 
 
+def flags(parser):
+    """Add the flags of this program; `config.own` has their values."""
+    parser.add_argument("--convolution-width", type=int, default=3, metavar="N", help="tokens of a convolution, from 2")
+
+
 if __name__ == "__main__":
-    sys.exit(pretrain(layers, loss=loss, datasets=datasets))
+    sys.exit(pretrain(layers, loss=loss, datasets=datasets, flags=flags))

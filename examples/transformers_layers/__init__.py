@@ -13,8 +13,17 @@ from .pipeline import (
     gathered_state_dict,
     labelled_tokens,
     pipeline_layers,
+    read_checkpoint,
     split_batch,
     summed_loss,
 )
 
-__all__ = ["TiledLogits", "gathered_state_dict", "labelled_tokens", "pipeline_layers", "split_batch", "summed_loss"]
+__all__ = [
+    "TiledLogits",
+    "gathered_state_dict",
+    "labelled_tokens",
+    "pipeline_layers",
+    "read_checkpoint",
+    "split_batch",
+    "summed_loss",
+]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -297,6 +298,19 @@ def gathered_state_dict(engine: PipelineEngine, model: "PreTrainedModel") -> dic
     engine.complete_weights()
     own = set(engine.module.parameters())
     return gathered_by_first_rank(engine, {name: weight for name, weight in model.named_parameters() if weight in own})
+
+
+def read_checkpoint(model: "PreTrainedModel", folder: str | Path) -> None:
+    """Give a model the weights that the trainer saved of its layers, for `model.save_pretrained`.
+
+    Args:
+        folder: of one checkpoint, `checkpoints/global_step10`.
+    """
+    for number, layer in enumerate(_layers(parts_of(model))):
+        file = Path(folder) / f"layer_{number:02}-model_00-model_states.pt"
+        module = layer.build() if isinstance(layer, TiedWords) else layer
+        if number == 0 or module is not model.get_input_embeddings():  # A tied head is in the first file.
+            module.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 def _layers(parts: Parts) -> list[Any]:
