@@ -6,7 +6,7 @@
         --data-path corpus_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER
 
 FOLDER has the `config.json` and the weights of a model; the path of a `config.json` starts from new weights. Afterwards
-`read_checkpoint` of `transformers_layers` gives the model what was trained, for its `save_pretrained`.
+`read_checkpoint` of `transformers_layers` gives the trained weights to the model, for its `save_pretrained`.
 """
 
 import argparse

@@ -4,7 +4,7 @@
         --num-token-slices 4 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 32 \
         --micro-batch-size 8 --global-batch-size 16 --train-iters 30 --lr 3e-3 --convolution-width 4
 
-Only `layers` is needed; without the others, loss and data are those of `pretrain_gpt.py`.
+Only `layers` is needed; the default loss is cross-entropy, and the default data comes from flags.
 """
 
 import sys

@@ -1,3 +1,3 @@
 """A Megatron-style GPT trainer with token slices: the model, its data, its training, and the search for a strategy."""
 
-__all__ = ["search", "strategy"]
+__all__ = ["model", "search", "strategy", "training"]

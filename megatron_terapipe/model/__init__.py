@@ -1,1 +1,3 @@
 """The layers of a GPT in plain torch."""
+
+__all__ = ["tensor_parallel"]

@@ -32,6 +32,8 @@ from torch.nn import functional as F
 from deepspeed_ext.runtime.gradients.weight_gradients import is_deferred, now_or_deferred, sum_of
 from deepspeed_ext.runtime.topology import Ranks
 
+__all__ = ["TensorParallelRanks", "linear"]
+
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
 

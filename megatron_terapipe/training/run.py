@@ -353,13 +353,14 @@ def _own_datasets(config: Config, trained: TrainedModel) -> DatasetSplits:
     if config.training.dry_run:
         return DatasetSplits(train=None, valid=None, test=None)
     assert trained.datasets is not None and config.model.vocab_size is not None, "checked before, set by vocab_size_of"
-    return own_datasets(
+    made = own_datasets(
         trained.datasets(config),
         trained.program,
         seq_length=config.model.seq_length,
         vocab_size=config.model.vocab_size,
         restarts=config.data.reset_position_ids,
     )
+    return made if config.logging.eval_iters else replace(made, valid=None, test=None)
 
 
 def _check_outputs(config: Config) -> None:

@@ -13,7 +13,8 @@ from tests.documents.blocks import blocks_of, written
 
 PACKAGES = ("deepspeed_ext", "megatron_terapipe")
 PUBLIC = frozenset(name for package in PACKAGES for name in public_names(package))
-PROGRAMS = [ROOT / "examples" / f"{name}.py" for name in ("own_model", "huggingface_model", "learn_token_slices")]
+NAMES = ("own_model", "pretrain_own_model", "pretrain_huggingface_model", "learn_token_slices")
+PROGRAMS = [ROOT / "examples" / f"{name}.py" for name in NAMES]
 
 
 def imported(text: str) -> set[str]:
