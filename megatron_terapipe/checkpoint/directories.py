@@ -128,7 +128,12 @@ def no_checkpoint(load: str | Path) -> str:
 
 
 def readable_checkpoint(
-    load: str | Path, tag: str | None, *, or_previous: bool, model: ModelConfig | None = None
+    load: str | Path,
+    tag: str | None,
+    *,
+    or_previous: bool,
+    model: ModelConfig | None = None,
+    program: str | None = None,
 ) -> tuple[Path, CheckpointInfo] | None:
     """Directory and facts of a checkpoint, checked with its manifest; None if there is no checkpoint.
 
@@ -136,13 +141,14 @@ def readable_checkpoint(
         tag: name of the checkpoint; None for the newest.
         or_previous: take the newest readable one before it, if its own facts cannot be read.
         model: of the run that loads it; None where there is none yet.
+        program: file of the program whose layers the run has; None for the GPT's.
     """
     while True:
         try:
             directory = tagged_checkpoint(load, tag)
             if directory is None:
                 return None
-            info = checkpoint_info(directory, model)
+            info = checkpoint_info(directory, model, program)
             if manifest := manifest_of(directory, info):
                 manifest.check_content(directory, [RUN_FILE])
             return directory, info
@@ -153,10 +159,10 @@ def readable_checkpoint(
             tag = before
 
 
-def checkpoint_info(directory: Path, model: ModelConfig | None = None) -> CheckpointInfo:
+def checkpoint_info(directory: Path, model: ModelConfig | None = None, program: str | None = None) -> CheckpointInfo:
     """Return the facts of one checkpoint, of ours or, for a run with a model, of Megatron-LM."""
     if is_megatron(directory):
-        return megatron_info(directory, model)
+        return megatron_info(directory, model, program)
     return CheckpointInfo.read(directory)
 
 

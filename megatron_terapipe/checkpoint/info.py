@@ -253,6 +253,14 @@ class CheckpointInfo:
         """Whether a weight is in files of its own, as experts are where ranks have different ones."""
         return EXPERTS in name and self.expert_parallel_size > 1
 
+    def deals(self, name: str, size: int = 1) -> bool:
+        """Whether a weight is of experts that are dealt to ranks: of the GPT, or where several ranks share them.
+
+        Args:
+            size: expert-parallel ranks of the run that loads it.
+        """
+        return EXPERTS in name and (self.program is None or max(size, self.expert_parallel_size) > 1)
+
     def ranks_of_copy(self, name: str) -> int:
         """Return the ranks of a stage, one after the other, that have a weight once."""
         return self.expert_parallel_size if self.has_files_of_experts(name) else self.tensor_parallel_size
@@ -262,14 +270,14 @@ class CheckpointInfo:
 
         The index of the layer is that with an output layer in one piece.
         """
-        if EXPERTS in name:
+        if self.deals(name):
             return self.expert_parallel_size
         is_output = layer == output_layer(self.model["num_layers"])
         return self.tensor_parallel_size * (self.vocabulary_parts if is_output else 1)
 
     def place(self, layer: int, part: int, name: str = "") -> tuple[int, int]:
         """Return the layer, and the tensor- or expert-parallel rank, by which a part of a weight was saved."""
-        if EXPERTS in name:
+        if self.deals(name):
             return layer, part
         stage, rank = divmod(part, self.tensor_parallel_size)
         return layer + stage, rank

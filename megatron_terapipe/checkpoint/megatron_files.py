@@ -446,6 +446,29 @@ class MegatronWeights(FolderWeights):
             )
 
 
+class NamedWeights:
+    """The weights of a checkpoint by their names in it, for a program with layers of megatron-core."""
+
+    def __init__(self, directory: Path, model: ModelConfig) -> None:
+        files = MegatronFiles(directory)
+        self._directory, self._rows = directory, model.padded_vocab_size()
+        self._tensors = files.weights | files.states.get(WEIGHT_OF_OPTIMIZER, {})
+
+    def weight(self, name: str, tensor_parallel_rank: int = 0) -> Tensor:
+        """Return a whole weight [...]; words have the rows of this run's vocabulary, those that pad it 0."""
+        if name not in self._tensors:
+            raise CheckpointError(
+                f"checkpoint {self._directory} of Megatron-LM lacks {name}: load a checkpoint of the same model"
+            )
+        try:
+            weight = self._tensors[name].read()
+        except Exception as error:  # On a damaged file an unpickler may raise anything.
+            raise unreadable(self._directory, error) from None
+        if not name.startswith((NAMES.words, NAMES.output)):
+            return weight
+        return torch.nn.functional.pad(weight, (0, 0, 0, self._rows - len(weight)))
+
+
 class DistributedWriter:
     """Writes the weights of a model in format `torch_dist`, a file for each pipeline layer."""
 

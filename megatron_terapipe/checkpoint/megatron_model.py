@@ -57,11 +57,12 @@ def unreadable(directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {directory} of Megatron-LM cannot be read ({first_line(error)}): save it again")
 
 
-def megatron_info(directory: Path, model: ModelConfig | None = None) -> CheckpointInfo:
+def megatron_info(directory: Path, model: ModelConfig | None = None, program: str | None = None) -> CheckpointInfo:
     """Return the facts of a checkpoint: as if one rank had saved it.
 
     Args:
         model: the run's, which has the vocabulary before padding; None for the arguments' or, without one, all rows.
+        program: file of the program whose layers, with names of Megatron's, the run has; None for the GPT's.
     """
     file = common_file(directory)
     try:
@@ -73,7 +74,8 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
         contents = {name: value for name, value in vars(args).items() if name in MEGATRON.keys}
     except Exception as error:  # On a damaged file an unpickler may raise anything.
         raise unreadable(directory, error) from None
-    theirs = MEGATRON.read(SettingsFile(contents, f"checkpoint {directory} of Megatron-LM"))
+    own_layers = model is not None and program is not None
+    theirs = model if own_layers else MEGATRON.read(SettingsFile(contents, f"checkpoint {directory} of Megatron-LM"))
     if model is None:
         theirs = replace(theirs, vocab_size=theirs.vocab_size or rows, vocab_rows=rows)
     else:
@@ -88,6 +90,7 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
         optimizer=str(getattr(args, "optimizer", "adam")),
         partitioned=False,
         tokenizer={},
+        program=program,
         optimizer_schedule={
             name: value
             for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "weight_decay")

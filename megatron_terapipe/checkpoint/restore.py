@@ -18,8 +18,8 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.engine_state import Destination, own_elements
-from megatron_terapipe.checkpoint.info import EXPERTS, CheckpointInfo
-from megatron_terapipe.checkpoint.megatron_files import MegatronWeights
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.megatron_files import MegatronWeights, NamedWeights
 from megatron_terapipe.checkpoint.optimizer_state import (
     ParameterState,
     SavedOptimizer,
@@ -28,9 +28,10 @@ from megatron_terapipe.checkpoint.optimizer_state import (
     overlaps,
     read_run,
 )
-from megatron_terapipe.checkpoint.saved_weights import cut_dimension, weights_of
+from megatron_terapipe.checkpoint.saved_weights import SavedWeights, cut_dimension, weights_of
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError, UserError, first_line
+from megatron_terapipe.huggingface.folder_weights import FolderWeights
 from megatron_terapipe.model.gpt import vocabulary_parts
 
 
@@ -74,17 +75,17 @@ def load_checkpoint(
     parameters = dict(module.named_parameters())
     for name, value in module.state_dict().items():
         if name not in parameters:  # A buffer, which every rank has whole.
-            index, in_layer = _place(module, name)
-            value.copy_(weights.weight(index, in_layer))
+            value.copy_(_reader(weights, module, *_place(module, name))())
     for name, parameter in parameters.items():
         index, in_layer = _place(module, name)
         # Stages may share an output layer that one stage saved, or another number of stages.
         layer, stages = (own_parts[0], len(own_parts)) if index in own_parts else (index, 1)
         own_part, num_parts = (index - layer) * size + rank, stages * size
-        if EXPERTS in name:
-            own_part, num_parts = engine.global_rank % experts, experts
-        share = _Share(info.num_parts(layer, name), own_part, num_parts, cut_dimension(name, parameter))
-        part = partial(weights.weight, layer, in_layer)
+        cut, stride = cut_dimension(parameter), getattr(parameter, "partition_stride", 1)
+        if info.deals(name, experts):
+            own_part, num_parts, cut, stride = engine.global_rank % experts, experts, 0, 1
+        share = _Share(info.num_parts(layer, name), own_part, num_parts, cut, stride)
+        part = _reader(weights, module, layer, in_layer)
         weight, own = share.of(part), None
         if weight.shape != parameter.shape:
             raise CheckpointError(
@@ -127,6 +128,8 @@ class _Share:
     """Parts that ranks hold now."""
     cut: int | None
     """Dimension that is cut; None if each rank holds the whole."""
+    stride: int = 1
+    """Blocks in that dimension, of each of which a part has its share: 2 for a gate and the product that it gates."""
 
     @property
     def source(self) -> int | None:
@@ -139,9 +142,13 @@ class _Share:
         """Return this rank's part [...], from a function from a rank to the part that it saved."""
         if self.source is not None:
             return part(self.source)
-        parts = [part(each) for each in range(self.num_parts)]
-        runs = self.runs([each.shape[self.cut] for each in parts])
-        return torch.cat([parts[each].narrow(self.cut, run.start, len(run)) for each, run in runs], dim=self.cut)
+        blocks = zip(*(part(each).chunk(self.stride, self.cut) for each in range(self.num_parts)), strict=True)
+        pieces = [
+            shares[each].narrow(self.cut, run.start, len(run))
+            for shares in blocks
+            for each, run in self.runs([each.shape[self.cut] for each in shares])
+        ]
+        return torch.cat(pieces, dim=self.cut)
 
     def runs(self, lengths: Sequence[int], elements: range | None = None) -> Iterator[tuple[int, range]]:
         """Yield the number of each saved part with some elements of the part of this rank, and these, counted in it.
@@ -171,7 +178,7 @@ def _state(
     if share.source is not None:
         return saved(share.source, elements)
     parts = [part(each) for each in range(share.num_parts)]
-    if share.cut == 0:  # Only the parts with some of the elements are read.
+    if share.cut == 0 and share.stride == 1:  # Only the parts with some of the elements are read.
         return joined([saved(number, run) for number, run in share.runs([each.numel() for each in parts], elements)])
     states = [saved(number, range(each.numel())) for number, each in enumerate(parts)]
 
@@ -184,6 +191,21 @@ def _state(
         moments={key: reshared(lambda state, key=key: state.moments[key]) for key in states[0].moments},
         step=states[0].step,
     )
+
+
+def _reader(
+    weights: SavedWeights | FolderWeights | NamedWeights, module: TokenSlicePipelineModule, index: int, name: str
+) -> Callable[..., Tensor]:
+    """Return the function that reads a weight of a layer, or the part of it that a rank saved."""
+    if not isinstance(weights, NamedWeights):
+        return partial(weights.weight, index, name)
+    names = getattr(module.layer(index), "megatron_name", None)
+    if names is None:
+        raise CheckpointError(
+            f"{module.data_entries.name(index)} has no names of a checkpoint of Megatron-LM: take its layers from "
+            "gpt_model_layers, or load a checkpoint of this program"
+        )
+    return partial(weights.weight, names(name))
 
 
 def _place(module: TokenSlicePipelineModule, name: str) -> tuple[int, str]:

@@ -15,8 +15,8 @@ from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import experts_file
 from megatron_terapipe.checkpoint.foreign import is_megatron
-from megatron_terapipe.checkpoint.info import EXPERTS, CheckpointInfo
-from megatron_terapipe.checkpoint.megatron_files import MegatronWeights
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.megatron_files import MegatronWeights, NamedWeights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError, first_line
 from megatron_terapipe.huggingface.families.registry import FAMILIES, is_model_folder, read_model
@@ -66,7 +66,8 @@ class SavedWeights:
         Args:
             layer: the layer on a single rank, may be on `meta`; its parameters have the dimension that ranks cut.
         """
-        cuts = {name: cut_dimension(name, parameter) for name, parameter in layer.named_parameters()}
+        parameters = layer.named_parameters()
+        cuts = {name: 0 if self._info.deals(name) else cut_dimension(weight) for name, weight in parameters}
         files = {self._path(index, 0, name) for name in ("", *cuts)}
         held = {
             name: [self.weight(index, name, part) for part in range(self._info.num_parts(index, name))]
@@ -94,10 +95,8 @@ def _is_whole(found: object) -> bool:
     return isinstance(found, Tensor) and found.nbytes <= found.untyped_storage().nbytes()
 
 
-def cut_dimension(name: str, parameter: nn.Parameter) -> int | None:
-    """Dimension along which tensor- or expert-parallel ranks share a weight; None if each holds the whole."""
-    if EXPERTS in name:
-        return 0
+def cut_dimension(parameter: nn.Parameter) -> int | None:
+    """Dimension along which tensor-parallel ranks share a weight; None if each holds the whole."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
@@ -116,8 +115,10 @@ def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
     return CheckpointInfo.imported(family.name, replace(theirs, **padding))
 
 
-def weights_of(directory: Path, info: CheckpointInfo) -> SavedWeights | FolderWeights:
+def weights_of(directory: Path, info: CheckpointInfo) -> SavedWeights | FolderWeights | NamedWeights:
     """Return the weights of a checkpoint, of ours or of Megatron-LM, or of a folder of Hugging Face."""
+    if is_megatron(directory) and info.program is not None:
+        return NamedWeights(directory, ModelConfig(**info.model))
     if is_megatron(directory):
         return MegatronWeights(directory, ModelConfig(**info.model))
     if is_model_folder(directory):

@@ -29,7 +29,7 @@ from megatron_terapipe.checkpoint.directories import (
 from megatron_terapipe.checkpoint.foreign import is_megatron, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
-from megatron_terapipe.checkpoint.megatron_files import MegatronWeights
+from megatron_terapipe.checkpoint.megatron_files import MegatronWeights, NamedWeights
 from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
@@ -63,7 +63,8 @@ def find_checkpoint(
     if from_folder:
         found = Path(config.load), folder_info(Path(config.load), model)
     else:
-        found = readable_checkpoint(config.load, config.tag, or_previous=config.load_previous_if_damaged, model=model)
+        or_previous = config.load_previous_if_damaged
+        found = readable_checkpoint(config.load, config.tag, or_previous=or_previous, model=model, program=program)
     if found is None:
         # With one checkpoint in place of the directory above it, training would start from the beginning.
         if (Path(config.load) / RUN_FILE).is_file() or config.exit_on_missing_checkpoint or config.finetune:
@@ -87,7 +88,14 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
     Returns:
         The part of the manifest with the files that are loaded; None if there is no manifest.
     """
-    if isinstance(weights := weights_of(directory, info), FolderWeights):
+    if isinstance(weights := weights_of(directory, info), NamedWeights):
+        if not weights_only:
+            raise CheckpointError(
+                f"checkpoint {directory} of Megatron-LM has an optimizer's state, of which layers of {info.program} "
+                "take none: load only the weights, with --no-load-optim or --finetune"
+            )
+        return None
+    if isinstance(weights, FolderWeights):
         weights.check()
         if isinstance(weights, MegatronWeights) and not weights_only:
             weights.check_states()

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.restore import _Share
 from megatron_terapipe.checkpoint.verify import files_to_load
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.inference import WholeModel
 from tests.checkpoint.runs import BEFORE, Outcome, Task, Way, perform
 from tests.distributed import run_each
+from tests.inference.checkpoints import checkpoint_info
 
 _PP2 = "--pipeline-model-parallel-size 2"
 _TP2 = "--tensor-model-parallel-size 2"
@@ -180,3 +182,25 @@ def test_losses_differ_without_the_state_of_the_optimizer(outcomes: dict[tuple[s
     """The first test can fail in fp32; in bf16 rounding hides the difference, and the test of bits finds it."""
     for rank in outcomes[name, -1]:
         assert rank.losses != pytest.approx(outcomes[name, 0][0].losses, rel=20 * _tolerance(CHAINS[name]))
+
+
+@pytest.mark.parametrize("saved", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_of_a_weight_in_blocks_are_joined_block_by_block(saved: int, size: int) -> None:
+    """A gate and the product that it gates, of each of which a rank has its share."""
+    whole = torch.arange(48.0).view(16, 3)
+
+    def part(rank: int, ranks: int) -> torch.Tensor:
+        return torch.cat([block.chunk(ranks)[rank] for block in whole.chunk(2)])
+
+    for rank in range(size):
+        found = _Share(saved, rank, size, cut=0, stride=2).of(lambda number: part(number, saved))
+        assert found.equal(part(rank, size))
+
+
+def test_experts_of_a_program_are_divided_as_its_other_weights() -> None:
+    """Their names are those of the GPT's, which has all of them on each tensor-parallel rank."""
+    gpt = checkpoint_info()
+    gpt = replace(gpt, layout=gpt.layout | {"tensor_parallel_size": 2})
+    name = "3.layer.mlp.experts.local_experts.0.linear_fc1.weight"
+    assert [replace(gpt, program=program).num_parts(3, name) for program in (None, "mine.py")] == [1, 2]

@@ -1,12 +1,15 @@
 """Equal weights, data and flags: training is that of megatron-core, update by update.
 
 megatron-core writes data and checkpoint, trains on one process, and draws its samples by its own `GPTDataset`. This
-trainer loads both and trains on two stages with four token slices.
+trainer loads both and trains on two stages with four token slices: its own layers, and megatron-core's.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,14 +31,17 @@ OURS = (
     f" --tokenizer-type NullTokenizer --vocab-size {VOCAB} --eval-iters 0"
     f" --micro-batch-size {MICRO} --global-batch-size {ROWS} --train-iters {UPDATES} --lr 1e-2 --min-lr 1e-3"
     " --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 10 --weight-decay 0.1 --adam-beta2 0.95"
-    " --clip-grad 1 --pipeline-model-parallel-size 2 --num-token-slices 4"
+    " --clip-grad 1 --num-token-slices 4"
 )
+STAGES, TENSOR = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 
 
 def test_five_updates_are_those_of_megatron_core(tmp_path: Path) -> None:
     theirs = on_ranks(by_megatron_core, {tmp_path / name: case for name, case in CASES.items()})
     for folder, expected in theirs.items():
-        words = f"{OURS} --data-path {folder / 'corpus'} --load {folder} --metrics-file {folder / 'metrics.jsonl'}"
+        words = (
+            f"{OURS} {STAGES} --data-path {folder / 'corpus'} --load {folder} --metrics-file {folder / 'metrics.jsonl'}"
+        )
         assert run_distributed(train_on_this_rank, 2, words.split(), folder) == [0, 0]
         ours, _ = read_metrics(folder / "metrics.jsonl")
         found = [each["lm_loss"] for each in ours], [each["grad_norm"] for each in ours]
@@ -43,6 +49,39 @@ def test_five_updates_are_those_of_megatron_core(tmp_path: Path) -> None:
             print(f"| {folder.name}, {name} |", *(f"{each:.6f} |" for each in [*losses, norms[-1]]))
         assert found[0] == pytest.approx(expected[0], rel=1e-6), folder.name
         assert found[1] == pytest.approx(expected[1], rel=1e-6), folder.name
+
+    # The layers of megatron-core load its checkpoint by name, and continue from their own on other ranks.
+    folder, saved = tmp_path / "B", tmp_path / "saved"
+    common = f"--data-path {folder / 'corpus'} --metrics-file {folder / 'example.jsonl'} --save {saved}"
+    continued = OURS.replace("--finetune", "")
+    for words in (f"{OURS} {STAGES} --load {folder} --exit-interval 3", f"{continued} {TENSOR} --load {saved}"):
+        assert run_distributed(train_the_example, 2, f"{words} {common}".split(), folder) == [0, 0]
+    ours, _ = read_metrics(folder / "example.jsonl")
+    assert [each["lm_loss"] for each in ours] == pytest.approx(theirs[folder][0], rel=1e-6)
+    assert [each["grad_norm"] for each in ours] == pytest.approx(theirs[folder][1], rel=1e-6)
+
+
+def train_the_example(words: Sequence[str], folder: Path) -> int:
+    """Train megatron-core's layers by the program of the examples, without the rows that pad the vocabulary."""
+    warnings.simplefilter("ignore")
+    # Its fused functions are compiled at their first call, for longer than these tests run.
+    torch._dynamo.config.disable = True
+    from examples import pretrain_megatron_core as example
+    from megatron_terapipe.megatron_core import vocabulary_loss
+    from megatron_terapipe.training.pretrain import pretrain
+
+    first = []
+
+    def layers(config: Any, ranks: Any) -> Any:
+        first.append(ranks.tensor.rank)
+        return example.layers(config, ranks)
+
+    def loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        ids = first[0] * logits.shape[-1] + torch.arange(logits.shape[-1])
+        return vocabulary_loss(logits.masked_fill(ids >= VOCAB, -torch.inf), labels)
+
+    with Path(folder / "example.txt").open("a") as log, redirect_stdout(log):
+        return pretrain(layers, loss=loss, flags=example.flags, argv=words)
 
 
 def by_megatron_core(folder: Path, case: Case) -> tuple[list[float], list[float]]:
