@@ -236,7 +236,9 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 layers,
                 layout=layout,
                 token_slices=config.token_slices(),
-                loss_fn=gpt_loss if trained.is_gpt else CheckedLoss(trained.loss or gpt_loss, trained.program),
+                loss_fn=CheckedLoss(trained.loss or gpt_loss, trained.program)
+                if trained.loss or not trained.is_gpt
+                else gpt_loss,
                 output_fn=None if vocabulary_stages or not trained.is_gpt else Logits.compute,
                 partition=_partition(run, layers),
                 num_model_chunks=config.parallel.pipeline().num_model_chunks,

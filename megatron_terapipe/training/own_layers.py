@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
+from deepspeed_ext.runtime.data_entries import ForwardArguments
 from deepspeed_ext.runtime.first_batch_checks import TOLERANCES
 from deepspeed_ext.runtime.micro_batch import map_tensors, tensors_in
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -77,14 +78,13 @@ def partition_of(
     return StagePartition((0, *(bound + blocks.start for bound in bounds.bounds[1:-1]), len(layers)))
 
 
-def layers_line(module: TokenSlicePipelineModule, program: str, parameters: int) -> str:
-    """Return the line of the log about the layers, their stages and the number of parameters."""
-    names = [module.data_entries.name(number).partition("(")[2][:-1] for number in range(module.num_layers)]
+def layers_in_words(layers: Sequence[Any], bounds: Sequence[int]) -> str:
+    """Return the kinds of layers, first to last, and the first and the last one of each stage, in words."""
+    names = [ForwardArguments.of_layer(number, each).owner.partition("(")[2][:-1] for number, each in enumerate(layers)]
     runs = [(name, len(list(run))) for name, run in groupby(names)]
     listed = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in runs)
-    bounds = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in pairwise(module.parts)]
-    stages = f" on {len(bounds)} stages of layers {', '.join(bounds)}" if len(bounds) > 1 else ""
-    return f" layers of {program}: {listed}{stages}; {parameters:,} parameters"
+    spans = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in pairwise(bounds)]
+    return f"{listed}; stages of layers {', '.join(spans)}"
 
 
 def check_divided_weights(module: TokenSlicePipelineModule, ranks: TensorParallelRanks) -> None:

@@ -3,18 +3,23 @@
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.programs.lowering import Proof
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, interleaved
 from deepspeed_ext.runtime.launch import LaunchEnvironment
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.flops import model_parameters
-from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.errors import CheckpointError, first_line
+from megatron_terapipe.model.gpt import ModelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.planning import machine_in_words
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.auto_plan import absent_files, without_files
+from megatron_terapipe.training.own_layers import check_layers_of, layers_in_words, partition_of
 from megatron_terapipe.training.run import Run, prepare
 from megatron_terapipe.training.trained_model import TrainedModel
 
@@ -202,14 +207,39 @@ def _layers(bounds: tuple[int, ...]) -> str:
 
 def dry_run(config: Config, launch: LaunchEnvironment, trained: TrainedModel | None = None) -> list[str]:
     """Return the lines of a dry run after all its checks; `trained` as in `prepare`."""
-    own = [] if trained is None or trained.is_gpt else [f"layers and data of {trained.program}"]
+    unchecked = ["devices", "hosts"]
+    if trained is not None and trained.datasets is not None:
+        unchecked.append(f"data of {trained.program}")
     if not config.training.dry_run_without_files:
         run = prepare(config, launch, trained=trained)
-        return [*_lines(rows_of_run(run), ["devices", "hosts", *own]), *warnings_of_run(run)]
+        return [*_lines(_rows_of_dry_run(run, unchecked), unchecked), *warnings_of_run(run)]
     run = prepare(without_files(config), launch, trained=trained)
     # The weights at the start are those of checkpoints, which are not read.
-    rows = {name: text for name, text in rows_of_run(run).items() if name != START}
-    return _lines(rows, ["devices", "hosts", *own, *absent_files(config)])
+    rows = {name: text for name, text in _rows_of_dry_run(run, unchecked).items() if name != START}
+    return _lines(rows, [*unchecked, *absent_files(config)])
+
+
+def _rows_of_dry_run(run: Run, unchecked: list[str]) -> dict[str, str]:
+    """Return the rows of a run, with the stages of a program's layers, unless these need the groups of their ranks."""
+    rows, trained = rows_of_run(run), run.trained
+    if trained.is_gpt:
+        return rows
+    parallel, tensor = run.config.parallel, run.layout.tensor_parallel_size
+    ranks = ModelRanks(
+        TensorParallelRanks(0, tensor, None, parallel.sequence_parallel),
+        ExpertParallelRanks(0, run.layout.expert_parallel_size),
+        SequenceParallelRanks(0, run.layout.sequence_parallel_size),
+    )
+    try:
+        with torch.device("meta"):
+            layers = trained.layers(run.config, ranks)
+    except Exception as error:  # Of code that is not ours.
+        unchecked.append(f"layers of {trained.program} ({first_line(error)})")
+        return rows
+    check_layers_of(layers, trained.program)
+    partition = partition_of(layers, parallel, run.config.model.num_layers, trained.program)
+    bounds = (0, len(layers)) if isinstance(partition, str) else partition.bounds
+    return rows | {"stages": f"{rows['stages']}: {layers_in_words(layers, bounds)}"}
 
 
 def _lines(rows: dict[str, str], unchecked: list[str]) -> list[str]:

@@ -38,7 +38,7 @@ from megatron_terapipe.training.number_guards import (
     refuse_bad_states,
     refuse_different_copies,
 )
-from megatron_terapipe.training.own_layers import layers_line
+from megatron_terapipe.training.own_layers import layers_in_words
 from megatron_terapipe.training.records import EvaluationMetrics, Progress, RunEnd, Saved
 from megatron_terapipe.training.reporters import Reporters, build_reporters
 from megatron_terapipe.training.run import Run
@@ -253,7 +253,8 @@ class Trainer:
         trained, own = run.trained, 0 if run.trained.is_gpt else number_of_parameters(engine)
         self._report = build_reporters(run, own or model_parameters(run.config.model), refresh_report)
         if not trained.is_gpt:
-            self._report.note(layers_line(engine.module, trained.program, own))
+            words = layers_in_words(engine.module._layer_specs, engine.module.parts)
+            self._report.note(f" {own:,} parameters in {words}")
         self._step = TrainingStep(run, engine, self._report)
         self._evaluate = partial(evaluate, run, engine, self._report)
         self._saves = Saves(run, engine, self._report)

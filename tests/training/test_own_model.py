@@ -150,7 +150,10 @@ def test_stages_token_slices_and_tensor_parallel_ranks_train_as_one_process(tmp_
     assert {each["tflops_per_device"] for each in found["one"][0]} == {None}
     start = json.loads(metrics("two").read_text().splitlines()[0])
     weights = VOCAB * WIDTH + 2 * (2 * WIDTH + 8 * WIDTH * WIDTH) + VOCAB * WIDTH + VOCAB
-    assert (start["parameters"], "stages of layers 0-1, 2-3" in (tmp_path / "log.txt").read_text()) == (weights, True)
+    assert (
+        start["parameters"],
+        "2 x Mlp, Linear; stages of layers 0-1, 2-3" in (tmp_path / "log.txt").read_text(),
+    ) == (weights, True)
     info = CheckpointInfo.read(tmp_path / "saved" / "global_step4")
     with pytest.raises(CheckpointError, match="only the GPT's are converted, exported and run"):
         info.of_gpt(tmp_path)
