@@ -111,8 +111,8 @@ def find_strategy(
             f"--strategy auto searches again: {path} is for {strategy.world_size} ranks, and this run has {ranks.all}"
         )
     config = with_measured_layers(with_vocabulary(config), program, measure, None)
-    if program is not None:  # Norms and activations are computed again by the GPT's layers only.
-        constraints = {"recompute": ("none", "full"), **constraints}
+    if program is not None:  # Whether other layers can be divided, and compute parts of them again, is not known.
+        constraints = {"recompute": ("none", "full"), "tensor_parallel_size": (1,), **constraints}
     found = best_strategy(config, ranks, constraints)
     return found._replace(notices=(*notices, *found.notices))
 

@@ -143,9 +143,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"the first rank of {options.hostfile} sent no profile: see the lines above")
     write_profile(profile, options.json)
     if not alone:
-        values = {flag(name): value for name in CHANGES if (value := getattr(model, name)) is not None}
-        words = options.model or " ".join([FROM_FLAGS, *(f"{name} {value}" for name, value in values.items())])
-        print(*summary(profile), *next_steps(profile, words, options.json), sep="\n")
+        print(*summary(profile), *next_steps(profile, options.model or _described(sizes), options.json), sep="\n")
     return 0
 
 
@@ -176,6 +174,13 @@ def _model_of_program(options: argparse.Namespace) -> tuple[ModelConfig, str]:
     if config.model.num_experts is not None:
         raise ConfigError(f"{trained.program} has experts (--num-experts), whose layers are not measured: drop it")
     return config.model, config.precision.dtype
+
+
+def _described(sizes: MeasuredSizes) -> str:
+    """Return the words by which `rank` takes a GPT of the same flags, on the measured tensor-parallel sizes."""
+    values = {flag(name): value for name in CHANGES if (value := getattr(sizes.model, name)) is not None}
+    values["--tensor-parallel-size"] = ",".join(map(str, sizes.tensor_parallel_sizes))
+    return " ".join([FROM_FLAGS, *(f"{name} {value}" for name, value in values.items())])
 
 
 def plan(sizes: MeasuredSizes, slots: Sequence[int] | None, ranks: int) -> Iterator[str]:

@@ -226,3 +226,19 @@ def test_programs_without_layers_of_their_own_are_refused(text: str | None, line
     with pytest.raises(ConfigError) as caught:
         model_of_program((str(file), *FLAGS.split()))
     assert str(caught.value) == f"--program {file} {line or 'trains the GPT: give MODEL instead'}"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "nothing is named to be measured: give MODEL, or --program FILE with the flags of a training"),
+        (
+            "model.json --program x.py",
+            "model.json describes a GPT, and --program x.py has layers of its own: give flags",
+        ),
+        ("--num-layers 3 --program x.py", "--num-layers describes a GPT, and --program x.py has layers of its own"),
+    ],
+)
+def test_a_model_or_a_program_is_measured(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line}")
