@@ -90,8 +90,8 @@ class Balance(CountingLayer):
         by_token.scatter_(1, chosen_TK, 1)
         by_token = by_token.unflatten(0, (num_rows, -1))
         totals = by_token.sum(1)
-        earlier = past.carried("tokens of experts", torch.zeros_like(totals))
         ahead, everywhere = self._before(totals, past)
+        earlier = past.carried("tokens of experts", torch.zeros_like(totals))
         before = by_token.cumsum(1) - by_token + (earlier + ahead).unsqueeze(1)
         past.carry("tokens of experts", earlier + everywhere)
         return before.flatten(0, 1).gather(1, chosen_TK) < capacity

@@ -96,6 +96,8 @@ class SequenceState:
         """Number of each token slice, by the first position of this rank's part."""
         self.cached_for_recompute: dict[tuple[int, int, str], Any] = {}
         """Values of a forward for its recomputation, by layer, first position and name."""
+        self.shared: set[tuple[int, int]] = set()
+        """Layers, and first positions of their token slices, that have reached the tokens of all ranks."""
         self.drawn = DrawnNumbers(token_slices.seq_length)
         """Random numbers of dropout."""
 
@@ -161,8 +163,8 @@ class SequenceState:
 class Past:
     """The tokens before a token slice, for one layer: the argument `past` of its forward.
 
-    Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. Only `attend`
-    reaches the others.
+    Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. Only `attend`,
+    `all_tokens` and `sum_before` reach the others.
     """
 
     prefix_len: int
@@ -189,6 +191,7 @@ class Past:
 
     def sum_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of values [...] over the ranks with earlier tokens of the token slice, and over all of its ranks."""
+        self._sequence.shared.add((self._layer, self.prefix_len))
         if self._sequence.ranks.size == 1:
             return torch.zeros_like(values), values
         by_rank = torch.stack(self._sequence.ranks.gather(values))
@@ -223,7 +226,17 @@ class Past:
 
         Args:
             initial: [...], of the shape, type and device of the state; may depend on weights.
+
+        Raises:
+            UserError: if sequence-parallel ranks share the token slice, and the layer has not called `all_tokens`.
         """
+        ranks = self._sequence.ranks.size
+        if ranks > 1 and (self._layer, self.prefix_len) not in self._sequence.shared:
+            raise UserError(
+                f"layer {self._layer} reads its state {name!r} with a part of each token slice, because {ranks} "
+                "sequence-parallel ranks share it: compute it of all tokens, which past.all_tokens(x) gives, and "
+                "return past.own_tokens(output)"
+            )
         return self._sequence.carried.read((self._layer, name), self._sequence.numbers[self.prefix_len], initial)
 
     def carry(self, name: str, state: Tensor) -> None:
@@ -255,6 +268,7 @@ class Past:
         ranks = self._sequence.ranks
         if ranks.size == 1:
             return tensors
+        self._sequence.shared.add((self._layer, self.prefix_len))
         for tensor in tensors:
             check_heads(tensor.shape[2], tensor.shape[2], ranks.size)
         return to_all_tokens(ranks, *tensors)

@@ -6,6 +6,7 @@ Gradients are compared with plain autograd in `test_engine_equivalence.py`.
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.state.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 CUT = (3, 1, 4)
 ZEROS = torch.zeros(2, 3)
@@ -56,6 +58,18 @@ def test_states_that_do_not_fit(first: Forward, second: Forward, line: str) -> N
     with pytest.raises(UserError) as refused:
         second(state.past(4, 1))
     assert line in str(refused.value)
+
+
+def test_ranks_that_share_a_token_slice_need_all_of_its_tokens() -> None:
+    """Of a part of the tokens a layer would compute another state, and train another model unseen."""
+    cut, alone = TokenSlices((4, 4)), SequenceParallelRanks()
+    for ranks, refused in ((alone, False), (SequenceParallelRanks(1, 2), True)):
+        past = SequenceState(cut, ranks=ranks).past(4, 0)
+        with pytest.raises(UserError, match=r"layer 4 reads its state 'h' with a part") if refused else nullcontext():
+            past.carried("h", ZEROS)
+        with pytest.raises(Exception, match="heads") if refused else nullcontext():
+            past.all_tokens(torch.zeros(1, 2, 3, 1))  # three heads for two ranks
+        past.carried("h", ZEROS)
 
 
 @pytest.mark.parametrize(
