@@ -103,11 +103,10 @@ def profile_of_run(config: Config) -> "Profile | None":
 
 
 def prices_ops(config: Config) -> bool:
-    """Whether the plan of a run depends on the times of its ops."""
+    """Whether token slices, stages, an order or copies on the host are found by the times of ops."""
     parallel = config.parallel
     finds = parallel.token_slices == AUTO or parallel.pipeline_schedule == OPTIMISED or parallel.stage_partition == AUTO
-    dispatches = parallel.expert_model_parallel_size > 1 and config.model.moe_token_dispatcher_type == AUTO
-    return finds or dispatches or config.training.offload_token_slices
+    return finds or config.training.offload_token_slices
 
 
 Measure = Callable[[Config], Mapping[str, Any]]
