@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from examples.transformers_layers import read_checkpoint
 from tests import warm
 from tests.architecture.sources import ROOT
-from tests.distributed import free_port, run_distributed
+from tests.distributed import run_distributed
 from tests.end_to_end.launching import read_metrics
-from tests.examples.transformers_models import SETTINGS, VOCAB, model_of
+from tests.examples.transformers_models import SETTINGS, model_of
 
 EXAMPLES = ROOT / "examples"
 
@@ -31,32 +31,24 @@ def test_it_trains_under_a_launcher(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-COMMON = "--seq-length 24 --micro-batch-size 2 --global-batch-size 4 --train-iters 4"
 # A plain division by the root would make much of the last digits of a gradient that is nearly 0.
-COMMON += " --lr 1e-2 --adam-eps 1e-3"
-OWN = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 32 --convolution-width 4 --eval-iters 2"
-MODELS = ("llama", "gpt2")
-TRANSFORMERS = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0"
+COMMON = "--seq-length 24 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --adam-eps 1e-3 --train-iters 4"
+SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 32"
+OWN = f"pretrain_own_model.py {SIZES} --convolution-width 4 --eval-iters 2 {COMMON}"
+TRANSFORMERS = (
+    "pretrain_huggingface_model.py --hf-model model --mock-data --tokenizer-type NullTokenizer --eval-iters 0 " + COMMON
+)
 SLICED = "--pipeline-model-parallel-size 2 --token-slices 9,1,6,8 --pipeline-schedule zero-bubble --save-interval 2"
 
 
-def run_of(name: str, layout: str) -> tuple[str, str]:
-    """Example and words of a run, whose files begin with its layout."""
-    model = f"pretrain_own_model.py {OWN}"
-    if name != "own":
-        model = f"pretrain_huggingface_model.py --hf-model {name} {TRANSFORMERS}"
-    example, _, words = model.partition(" ")
-    return example, f"{words} {COMMON} --metrics-file {layout}_{name}.jsonl"
-
-
-def run_programs(runs: list[tuple[str, str]], folder: Path, ports: list[int]) -> list[Any]:
+def run_programs(programs: list[str], folder: Path) -> list[Any]:
     """Run examples on this rank, one after the other, as `python` does; return their exit codes."""
     os.chdir(folder)
     sys.path.insert(0, str(EXAMPLES))
     codes = []
-    for (example, words), port in zip(runs, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        sys.argv = [str(EXAMPLES / example), *words.split()]
+    for program in programs:
+        name, *words = program.split()
+        sys.argv = [str(EXAMPLES / name), *words]
         with redirect_stdout(sys.stderr), pytest.raises(SystemExit) as end:
             runpy.run_path(sys.argv[0], run_name="__main__")
         codes.append(end.value.code)
@@ -67,19 +59,19 @@ def run_programs(runs: list[tuple[str, str]], folder: Path, ports: list[int]) ->
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of both examples in token slices on two stages, then on one process; one of them resumed there."""
     folder = tmp_path_factory.mktemp("trained")
-    for kind in MODELS:
-        model_of(kind, **SETTINGS[kind]).save_pretrained(folder / kind)
-    sliced, whole = ([run_of(name, layout) for name in ("own", *MODELS)] for layout in ("sliced", "whole"))
-    sliced = [(example, f"{words} {SLICED} --save {number}") for number, (example, words) in enumerate(sliced)]
-    assert run_distributed(run_programs, 2, sliced, folder, [free_port() for _ in sliced]) == [[0] * 3] * 2
-    example, words = run_of("own", "resumed")
-    resumed = (example, f"{words} --num-token-slices 2 --zero-stage 0 --load 0 --load-tag global_step2")
-    whole.append(resumed)
-    assert run_distributed(run_programs, 1, whole, folder, [free_port() for _ in whole]) == [[0] * 4]
+    model_of("gpt2", **SETTINGS["gpt2"]).save_pretrained(folder / "model")
+    both = {"own": OWN, "transformers": TRANSFORMERS}
+    for name, program in both.items():
+        sliced = f"{program} {SLICED} --save {name} --metrics-file sliced_{name}.jsonl"
+        assert run_distributed(run_programs, 2, [sliced], folder) == [[0], [0]]
+    whole = [f"{program} --metrics-file whole_{name}.jsonl" for name, program in both.items()]
+    loaded = "--load own --load-tag global_step2 --metrics-file resumed_own.jsonl"
+    whole.append(f"{OWN} --num-token-slices 2 --zero-stage 0 {loaded}")
+    assert run_distributed(run_programs, 1, whole, folder) == [[0, 0, 0]]
     return folder
 
 
-@pytest.mark.parametrize("name", ["own", *MODELS])
+@pytest.mark.parametrize("name", ["own", "transformers"])
 def test_token_slices_on_two_stages_train_as_one_process(name: str, trained: Path) -> None:
     expected, evaluated = read_metrics(trained / f"whole_{name}.jsonl")
     found, evaluated_found = read_metrics(trained / f"sliced_{name}.jsonl")
@@ -95,10 +87,8 @@ def test_token_slices_on_two_stages_train_as_one_process(name: str, trained: Pat
     assert len(losses) == (2 if name == "own" else 0)
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=MODELS)
-def test_a_model_of_transformers_gets_the_trained_weights(number: int, trained: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(trained / MODELS[number - 1])
+def test_a_model_of_transformers_gets_the_trained_weights(trained: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    read_checkpoint(model, trained / f"{number}/global_step4")
+    read_checkpoint(model, trained / "transformers/global_step4")
     assert [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])] == []
-    assert model(torch.arange(12)[None] % VOCAB).logits.isfinite().all()
