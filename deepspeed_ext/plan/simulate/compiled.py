@@ -9,11 +9,15 @@ stages, micro-batches and token slices; where it arrives on another rank it has 
 numba is imported when it is first needed.
 """
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -148,17 +152,58 @@ def simulate_ops(
 
 
 def compiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Compile a function when it is first called, and cache the machine code on disk where a folder can be written.
+    """Compile a function when it is first called, and cache the code in `cache_folder`, if it can be written."""
+    import numba
 
-    numba compiles again when the file of a function has changed, but not when a function of another file that it calls
-    has: after editing such a function, remove the `__pycache__` of its callers.
-    """
-    from numba import njit
-
+    _say_when_compiling()
+    settings: Any = numba.config
+    before = settings.CACHE_DIR, getattr(settings, "CACHE_LOCATOR_CLASSES", "")
     try:
-        return njit(cache=True)(function)
-    except RuntimeError:  # neither in the folder of the file nor in the user's cache
-        return njit(cache=False)(function)
+        settings.CACHE_DIR = str(cache_folder(before[0]))
+        settings.CACHE_LOCATOR_CLASSES = "UserProvidedCacheLocator"  # Else numba may write beside the file.
+        return numba.njit(cache=True)(function)
+    except (OSError, RuntimeError):  # The folder cannot be written, or there is no home folder.
+        return numba.njit(cache=False)(function)
+    finally:
+        settings.CACHE_DIR, settings.CACHE_LOCATOR_CLASSES = before
+
+
+@cache
+def cache_folder(chosen: str = "") -> Path:
+    """Return the folder of the machine code of these sources, not beside them: pip would leave it as a package.
+
+    numba compiles a function again when its own file has changed, but not when only a function that it calls has.
+
+    Args:
+        chosen: folder in place of the user's, as NUMBA_CACHE_DIR names it; empty = the user's.
+    """
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    sources = (Path(__file__), *sorted((Path(__file__).parents[1] / "solve").glob("*.py")))
+    version = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    return (Path(chosen) if chosen else user / "terapipe") / f"compiled-{version}"
+
+
+@cache
+def _say_when_compiling() -> None:
+    """Announce the first compilation of this process: it takes seconds."""
+    from numba.core import event
+
+    class _Announcement(event.Listener):
+        said = os.environ.get("LOCAL_RANK", "0") != "0"
+
+        def on_start(self, event: Any) -> None:
+            if not self.said and event.data["dispatcher"].py_func.__module__.startswith("deepspeed_ext."):
+                self.said = True
+                # On a terminal it replaces a line of progress.
+                print(f"\r{COMPILING}" if sys.stderr.isatty() else COMPILING, file=sys.stderr, flush=True)
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    event.register("numba:compile", _Announcement())  # type: ignore[no-untyped-call]
+
+
+COMPILING = "compiling the simulator of schedules: 5 to 15 s, once on this machine for each version"
 
 
 @cache

@@ -2,18 +2,22 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+import numba
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numba.core import event
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import forward_order
+from deepspeed_ext.plan.simulate import compiled as module
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.simulate.compiled import COMPILING, CompiledOrders, cache_folder, compiled, simulate_ops
 from tests.plan.simulate.test_simulate import ops
 from tests.strategies import costs_with_links, orders_of_pipelines
 
@@ -71,3 +75,42 @@ def test_deadlocks_are_explained_as_the_plain_simulator_does():
 def test_numba_is_not_loaded_before_it_is_needed():
     program = "import sys, deepspeed_ext.plan.simulate.compiled; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("user", "chosen", "folder"),
+    [
+        ("cache", "", "cache/terapipe"),
+        ("cache", "chosen", "chosen"),
+        # Not beside the file, where pip would leave it.
+        ("file", "", None),
+        ("file", "file/below", None),
+    ],
+)
+def test_machine_code_is_cached_outside_of_the_package(
+    user: str, chosen: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / user))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / chosen) if chosen else "")
+    before = numba.config.CACHE_DIR
+    cache_folder.cache_clear()
+    try:
+        found = compiled(simulate_ops).stats.cache_path
+    finally:
+        cache_folder.cache_clear()
+    assert numba.config.CACHE_DIR == before
+    assert (found and Path(found).parents[1]) == (folder and tmp_path / folder)
+
+
+def test_the_first_compilation_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def compile_twice() -> None:
+        for _ in range(2):
+            with event.trigger_event("numba:compile", data={"dispatcher": compiled(simulate_ops)}):
+                pass
+
+    compile_twice()
+    capsys.readouterr()
+    module._say_when_compiling.cache_clear()
+    compile_twice()
+    assert capsys.readouterr().err == f"{COMPILING}\n"
