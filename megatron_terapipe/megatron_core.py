@@ -112,7 +112,6 @@ def gpt_model_layers(
         ConfigError: for a setting, a layer or a position embedding that cannot be computed in token slices.
     """
     config = _settled(config, ranks)
-    shared = Shared(config, set_parallel_state(ranks), ranks.tensor)
     block = transformer_layer_spec
     if isinstance(block, ModuleSpec):
         block = TransformerBlockSubmodules(layer_specs=[block] * config.num_layers, layer_norm=LayerNormImpl)
@@ -127,6 +126,7 @@ def gpt_model_layers(
             f"position_embedding_type={position_embedding_type!r} is not computed for token slices: use rope, "
             "learned_absolute or none"
         )
+    shared = Shared(config, set_parallel_state(ranks), ranks.tensor)
     turns = None
     if position_embedding_type == "rope" and not config.multi_latent_attention:
         fixed = {"rotary_interleaved": config.rotary_interleaved, "cp_group": shared.groups.cp}

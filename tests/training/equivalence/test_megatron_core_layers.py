@@ -19,7 +19,8 @@ from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.topology import SequenceParallelRanks, own_group
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks, own_group
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import ModelRanks
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.checkpoint.megatron_files import MICRO, MODELS, ROWS, SEQ, Case, on_ranks, parallel, samples
@@ -248,3 +249,61 @@ def fill(named: Iterable[tuple[str, nn.Parameter]], ranks: TensorParallelRanks) 
             whole = torch.cat(parts[ranks.rank :: ranks.size], weight.partition_dim)
         with torch.no_grad():
             weight.copy_(whole + ("norm" in name and name.endswith("weight")))
+
+
+TWO = TensorParallelRanks(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "arguments", "line"),
+    [
+        ("gpt", {"context_parallel_size": 2}, {}, "flags of the trainer set ranks, stages, recomputation and copies"),
+        ("gpt", {"recompute_granularity": "full"}, {}, "recompute_granularity='full', and flags of the trainer"),
+        ("gpt", {"delay_wgrad_compute": True}, {}, "delay_wgrad_compute=True, and flags of the trainer"),
+        ("gpt", {"softmax_type": "learnable"}, {}, "and the trainer computes attention: leave it at 'vanilla'"),
+        ("gpt", {"fp32_residual_connection": True}, {}, "weights and tensors have one type: leave it at False"),
+        ("gpt", {"mtp_num_layers": 1}, {}, "each pipeline layer is one transformer layer: leave it at None"),
+        ("gpt", {"window_size": (4, 1)}, {}, "window_size=(4, 1) has tokens after a token: use (4, 0)"),
+        ("gpt", {"fp8": "hybrid"}, {}, "fp8='hybrid' needs Transformer Engine, which is not installed: leave it out"),
+        ("gpt", {"num_layers": 5}, {}, "the spec has 4 layers of 5"),
+        ("gpt", {}, {"position_embedding_type": "mrope"}, "'mrope' is not computed for token slices: use rope"),
+        ("gpt", {}, {"ranks": ModelRanks(TWO, ExpertParallelRanks(0, 2), SequenceParallelRanks())}, "names by rank"),
+        ("experts", {"moe_z_loss_coeff": 0.1}, {}, "depends on all tokens of a micro-batch, and a layer computes"),
+        ("experts", {"moe_router_load_balancing_type": "sinkhorn"}, {}, "'sinkhorn' balances all tokens"),
+        (
+            "latent",
+            {},
+            {"ranks": ModelRanks(TWO, None, SequenceParallelRanks())},
+            "do not sum the gradient of the shared",
+        ),
+    ],
+)
+def test_what_token_slices_cannot_compute(
+    model: str, settings: dict[str, Any], arguments: dict[str, Any], line: str
+) -> None:
+    from megatron_terapipe.megatron_core import gpt_model_layers
+
+    (config, spec, *sizes), keywords = model_of(model)
+    if "num_layers" in settings:
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * 4)
+    vars(config).update(settings)
+    alone = {"ranks": ModelRanks(TensorParallelRanks(), None, SequenceParallelRanks())}
+    with pytest.raises(ConfigError) as error:
+        gpt_model_layers(config, spec, *sizes, **(keywords | alone | arguments))
+    assert line in str(error.value)
+
+
+def test_layers_that_cannot_read_earlier_token_slices() -> None:
+    from megatron.core.transformer import ModuleSpec, TransformerLayer
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_terapipe.megatron_core import gpt_model_layers
+
+    ranks = ModelRanks(TensorParallelRanks(), None, SequenceParallelRanks())
+    (config, spec, *sizes), _ = model_of("gpt")
+    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
+    for wrong, line in ((spec, "without a causal mask"), (ModuleSpec(TransformerLayer), "has no core attention")):
+        with pytest.raises(ConfigError, match=f"layer 0 of the spec .*{line}"):
+            gpt_model_layers(config, wrong, *sizes, ranks=ranks)
