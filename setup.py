@@ -87,6 +87,8 @@ setup(
         "huggingface": HUGGINGFACE,
         # Curves: --tensorboard-dir, --wandb-project.
         "logging": LOGGING,
+        # megatron-core's layers in this trainer: megatron_terapipe/megatron_core.py.
+        "megatron": ["megatron-core==0.16.1"],
         # Curves of benchmarks/convergence.py, and the tables that benchmarks/kernel_efficiency.py reads.
         "bench": ["matplotlib>=3.9", "pyarrow>=16.1"],
         # The documentation site: make docs.
@@ -99,7 +101,7 @@ setup(
             *LOGGING,
             *("hypothesis>=6.100", "jsonschema>=4.18", "pytest>=8", "pytest-xdist>=3.7"),
             *("mypy>=1.13", "pre-commit>=3.5", "ruff>=0.9"),
-            # Megatron's own readers, to hold our data files against.
+            # Its layers, and its own readers, to hold our data files against.
             "megatron-core==0.16.1",
         ],
     },

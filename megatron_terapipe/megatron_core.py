@@ -48,6 +48,8 @@ from megatron_terapipe.model.embedding import AT_AN_END
 from megatron_terapipe.model.gpt import ModelRanks
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
+__all__ = ["gpt_model_layers", "vocabulary_loss"]
+
 _REFUSED: Mapping[str, Mapping[str, Any]] = {
     "flags of the trainer set ranks, stages, recomputation and copies on the host": {
         **dict.fromkeys(("context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), 1),
@@ -136,10 +138,9 @@ def gpt_model_layers(
         tied = partial(TiedLayerSpec, "embedding", Words, shared, vocab_size, tied_weight_attr="word_embeddings.weight")
         words, output = tied(), tied(forward_fn=Words.logits)
     rows = max_sequence_length if position_embedding_type == "learned_absolute" else 0
-    positions = [LayerSpec(Positions, shared, rows)] if rows or config.hidden_dropout else []
     blocks = [LayerSpec(Layer, shared, spec, number, turns) for number, spec in enumerate(block.layer_specs)]
     norm = [] if block.layer_norm is None else [LayerSpec(FinalNorm, shared, block.layer_norm)]
-    return [words, *positions, *blocks, *norm, output]
+    return [words, LayerSpec(Positions, shared, rows), *blocks, *norm, output]
 
 
 def vocabulary_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -436,7 +437,7 @@ def _with_norms(parts: Any, **others: Any) -> Any:
 class TorchNorm:
     """megatron-core's `WrappedTorchNorm`, also where tensor-parallel ranks share the tokens."""
 
-    def __new__(cls, config: TransformerConfig, **settings: Any) -> nn.Module:  # noqa: D102
+    def __new__(cls, config: TransformerConfig, **settings: Any) -> nn.Module:
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = WrappedTorchNorm(config=plain, **settings)

@@ -63,6 +63,8 @@ _FUSED_NORMS = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 """Beginnings of the names of norms in layers of Transformer Engine, and in megatron-core's own."""
+_OF_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.(?:weight|bias))(\d+))$")
+"""Names of an expert's weights in `SequentialMLP` and in `TEGroupedMLP`; saved is one tensor of all experts."""
 
 
 class TensorUnpickler(InertUnpickler):
@@ -453,17 +455,24 @@ class NamedWeights:
         files = MegatronFiles(directory)
         self._directory, self._rows = directory, model.padded_vocab_size()
         self._tensors = files.weights | files.states.get(WEIGHT_OF_OPTIMIZER, {})
+        # Weights of experts, which have one tensor, follow one another.
+        self._read = lru_cache(maxsize=2)(lambda name: self._tensors[name].read())
 
     def weight(self, name: str, tensor_parallel_rank: int = 0) -> Tensor:
         """Return a whole weight [...]; words have the rows of this run's vocabulary, those that pad it 0."""
-        if name not in self._tensors:
+        saved, of_expert = _in_own_layers(name), _OF_EXPERT.search(name)
+        if of_expert is not None:
+            saved = f"{name[: of_expert.start()]}mlp.experts.experts.{of_expert[2] or of_expert[3]}"
+        if saved not in self._tensors:
             raise CheckpointError(
-                f"checkpoint {self._directory} of Megatron-LM lacks {name}: load a checkpoint of the same model"
+                f"checkpoint {self._directory} of Megatron-LM lacks {saved}: load a checkpoint of the same model"
             )
         try:
-            weight = self._tensors[name].read()
+            weight: Tensor = self._read(saved)
         except Exception as error:  # On a damaged file an unpickler may raise anything.
             raise unreadable(self._directory, error) from None
+        if of_expert is not None:
+            return weight[int(of_expert[1] or of_expert[4])]
         if not name.startswith((NAMES.words, NAMES.output)):
             return weight
         return torch.nn.functional.pad(weight, (0, 0, 0, self._rows - len(weight)))

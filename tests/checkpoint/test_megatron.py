@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from megatron_terapipe import convert
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.checkpoint import megatron_files
+from megatron_terapipe.checkpoint.megatron_files import NamedWeights, Whole
 from megatron_terapipe.checkpoint.megatron_model import megatron_info
 from megatron_terapipe.data.loader import MicroBatch
+from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.optimizer import LearningRateSchedule, set_step_sizes
 from tests.checkpoint.megatron_files import (
@@ -28,6 +32,7 @@ from tests.checkpoint.megatron_files import (
     write_checkpoints,
 )
 from tests.distributed import run_each
+from tests.inference.checkpoints import MODEL
 from tests.training.prepared import prepared_run
 
 pytest.importorskip("megatron.core")
@@ -123,3 +128,25 @@ def test_megatron_loads_the_weights_of_a_run_for_any_layout(tmp_path: Path) -> N
     found = read_checkpoints(read)
     for folder, back in zip(written, read, strict=True):
         torch.testing.assert_close(found[back].logits, expected[folder].logits, rtol=1e-6, atol=2e-6)
+
+
+def test_weights_by_the_names_of_layers_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of local layers and of Transformer Engine's: norms, experts, and words of another padding."""
+    experts, norm, words = torch.arange(24.0).view(4, 3, 2), torch.arange(3.0), torch.arange(10.0).view(5, 2)
+    tensors = {
+        name: Whole(tuple(tensor.shape), [([0] * tensor.dim(), tensor.clone)])
+        for name, tensor in {
+            "decoder.layers.1.mlp.experts.experts.linear_fc1.weight": experts,
+            "decoder.layers.0.input_layernorm.weight": norm,
+            "embedding.word_embeddings.weight": words,
+        }.items()
+    }
+    monkeypatch.setattr(megatron_files, "MegatronFiles", lambda _: SimpleNamespace(weights=tensors, states={}))
+    found = NamedWeights(Path("there"), replace(MODEL, vocab_size=5, make_vocab_size_divisible_by=4)).weight
+    for name in ("local_experts.2.linear_fc1.weight", "linear_fc1.weight2"):
+        assert found(f"decoder.layers.1.mlp.experts.{name}").equal(experts[2])
+    for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
+        assert found(f"decoder.layers.0.{name}").equal(norm)
+    assert found("embedding.word_embeddings.weight").tolist() == [*words.tolist(), *[[0.0, 0.0]] * 3]
+    with pytest.raises(CheckpointError, match=r"there of Megatron-LM lacks decoder\.layers\.7\.norm: load"):
+        found("decoder.layers.7.norm")
