@@ -170,12 +170,16 @@ class LayerTimer:
         self._weight_gradients = WeightGradients()
 
     def points(
-        self, built: Sequence[TimedLayers], runs: Sequence[MeasuredRun], is_over: Callable[[MeasuredRun], bool]
+        self,
+        built: Sequence[TimedLayers],
+        runs: Sequence[MeasuredRun],
+        is_over: Callable[[MeasuredRun], bool],
+        least: int = 1,
     ) -> dict[LayerShape, list[OpPoint]]:
         """Medians over repeats, for each token slice of each shape; all ranks must call it at the same time.
 
         All runs are visited in turn, again and again, so that a temporary disturbance of the machine affects all runs.
-        `is_over(visited run)`: whether time is over, the same on all ranks; at least one run is visited.
+        `is_over(visited run)`: whether time is over, the same on all ranks; the `least` first runs are visited anyway.
         """
         sums: list[AccumulatedGradients | None] = []
         for layers in built:
@@ -189,7 +193,7 @@ class LayerTimer:
                 zeros = ((weight, torch.zeros_like(weight, dtype=torch.float32)) for weight in weights)
                 sums[-1] = AccumulatedGradients(zeros)
         found: dict[MeasuredRun, list[list[Numbers]]] = {}
-        for run in islice(cycle(runs), MOST_VISITS * len(runs)):
+        for number, run in enumerate(islice(cycle(runs), MOST_VISITS * len(runs)), start=1):
             of_run = found.setdefault(run, [[] for _ in built])
             for layers, total, repeats in zip(built, sums, of_run, strict=True):
                 if not layers.layers and layers.loss is None:
@@ -202,7 +206,7 @@ class LayerTimer:
                 while len(repeats) == visited or self._together(time.perf_counter() - begun) < VISIT_S:
                     dist.barrier()
                     repeats.append(self._repeat(layers, run, inputs, total))
-            if is_over(run):
+            if is_over(run) and number >= min(least, len(runs)):
                 break
         by_shape: dict[LayerShape, list[tuple[int, list[OpPoint]]]] = defaultdict(list)
         for number, layers in enumerate(built):
@@ -340,33 +344,36 @@ def measured_layers(
     sizes: MeasuredSizes,
     build: Build,
     device: torch.device,
-    end: float,
+    budget_s: float,
     doing: Callable[[float, MeasuredRun], None] = lambda share, run: None,
+    least: int = 1,
 ) -> tuple[ProfiledLayer, ...]:
     """Measure layers on all ranks of the process group together.
 
     Args:
-        end: time of the first rank's `perf_counter` after which no further size is begun.
+        budget_s: seconds of the first rank, from the time when the first layers are built, after which no further size
+            is begun.
         doing: callback(share of the time, visited run).
+        least: sizes that are measured in any case.
     """
-    begun, rank, found = time.perf_counter(), dist.get_rank(), []
+    left, rank, found = max(budget_s, 0.0), dist.get_rank(), []
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
     own_group = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     for size, recompute, share in sizes.layouts():
-        now = time.perf_counter()
-        ends = now + share * max(end - now, 0.0)
+        begun = time.perf_counter()
+        ranks: TensorParallelRanks = IsolatedRanks(rank % size, size, own_group) if size > 1 else IsolatedRanks()
+        built = build(ranks, dtype, device, recompute=recompute)
+        ends = time.perf_counter() + share * left
 
-        def is_over(run: MeasuredRun, ends: float = ends) -> bool:
-            doing((time.perf_counter() - begun) / max(end - begun, 1.0), run)
+        def is_over(run: MeasuredRun, ends: float = ends, end: float = begun + left) -> bool:
+            doing(1 - (end - time.perf_counter()) / max(budget_s, 1.0), run)
             # All ranks go by the clock of the first.
             over = torch.tensor([float(time.perf_counter() > ends)], device=device)
             dist.broadcast(over, 0)
             return bool(over.item())
 
-        ranks: TensorParallelRanks = IsolatedRanks(rank % size, size, own_group) if size > 1 else IsolatedRanks()
         timer = LayerTimer(sizes.model, dtype, device)
-        built = build(ranks, dtype, device, recompute=recompute)
-        for shape, points in timer.points(built, list(sizes.runs(size, recompute)), is_over).items():
+        for shape, points in timer.points(built, list(sizes.runs(size, recompute)), is_over, least).items():
             found.append(
                 ProfiledLayer(
                     shape=shape,
@@ -375,6 +382,7 @@ def measured_layers(
                     points=merged(points, by_place=shape.kind == "block"),
                 )
             )
+        left = max(left - (time.perf_counter() - begun), 0.0)
     return tuple(found)
 
 

@@ -171,7 +171,7 @@ def measure_together(
     def doing(share: float, run: MeasuredRun) -> None:
         report(Progress(min(0.1 + 0.9 * share, 1.0), str(run)))
 
-    layers = measured_layers(sizes, build, device, begun + budget_s, doing)
+    layers = measured_layers(sizes, build, device, budget_s - (time.perf_counter() - begun), doing)
     report(
         profile_here(
             layers,

@@ -27,10 +27,10 @@ def model_of_program(words: Sequence[str]) -> tuple[TrainedModel, Config]:
     Args:
         words: the file of the program, and its flags.
     """
-    program, *flags = words
+    program = words[0]
 
     def called(layers: Layers, **more: Any) -> int:
-        raise _Called(layers, more)
+        raise _Called(layers, {**more, "argv": sys.argv[1:] if more.get("argv") is None else more["argv"]})
 
     pretrain, argv = door.pretrain, sys.argv
     sys.path.insert(0, str(Path(program).absolute().parent))
@@ -48,9 +48,11 @@ def model_of_program(words: Sequence[str]) -> tuple[TrainedModel, Config]:
     model = TrainedModel(layers, more.get("loss"), more.get("datasets"), Path(program).name)
     if model.is_gpt:
         raise ConfigError(f"--program {program} trains the GPT: give MODEL instead")
-    given, own = more.get("argv"), more.get("datasets") is not None
     arguments = read_arguments(
-        flags if given is None else given, program=model.program, own_flags=more.get("flags"), has_own_data=own
+        more["argv"],
+        program=model.program,
+        own_flags=more.get("flags"),
+        has_own_data=model.datasets is not None,
     )
     model.check(arguments.config)
     return model, with_vocabulary(arguments.config)

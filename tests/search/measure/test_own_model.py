@@ -36,6 +36,7 @@ def layers(config, ranks):
 
 
 if __name__ == "__main__":
+    sys.argv.insert(1, "--seed=7")
     sys.exit(pretrain(layers, loss=loss, flags=flags))
 """
 FLAGS = (
@@ -137,6 +138,7 @@ def test_later_token_slices_are_shorter_where_attention_takes_long(
     found = {}
     for attention_s in ("0", "1e-5"):
         model, config = read("--attention-s", attention_s)
+        assert (config.own.attention_s, config.training.seed) == (float(attention_s), 7)
         measured = measure_here(model, config)
         found[attention_s] = with_found_token_slices(replace(config, measured=measured), 1).token_slices().lengths
     assert sum(found["0"][:2]) == sum(found["0"][2:]) == 128
