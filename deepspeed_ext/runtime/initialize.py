@@ -38,6 +38,7 @@ from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, watch_this_rank
 from deepspeed_ext.runtime.launch import LaunchEnvironment
+from deepspeed_ext.runtime.meeting import meeting_store
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.supported_versions import check_versions
 from deepspeed_ext.runtime.topology import wait_as_long
@@ -289,32 +290,44 @@ def _check_precision(engine: TokenSlicePipelineEngine) -> None:
         )
 
 
-def init_distributed(**keywords: Any) -> None:
+def init_distributed(*, met: Callable[[], object] = lambda: None, **keywords: Any) -> None:
     """Join the process group as `deepspeed.init_distributed` does, without compiling an op.
 
     Rank and meeting place are read from the variables of the launcher; without one, this is the only process. On CPUs
     DeepSpeed would first build its shared-memory collectives with a C++ compiler, which gloo does not need.
+
+    Args:
+        met: called once the store of the ranks answers.
+        **keywords: keywords of `deepspeed.init_distributed`.
+
+    Raises:
+        MeetingError: if the ranks cannot meet at the place that is named.
     """
     check_versions()
+    store = None
     if not (dist.is_initialized() or keywords.keys() & {"rank", "init_method"}):
-        LaunchEnvironment.read().export()
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            _join_apart_from_earlier_starts(keywords)
+        launch = LaunchEnvironment.read()
+        launch.export()
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if "MASTER_ADDR" in os.environ and (agent or launch.world_size > 1) and keywords.get("dist_backend") != "fake":
+            # torch connects again, to the server that is known to be there.
+            store = meeting_store(launch, keywords.get("timeout", dist.distributed_c10d.default_pg_timeout))
+            met()
+        if agent:
+            _join_apart_from_earlier_starts(keywords, store)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(**keywords)
 
 
-def _join_apart_from_earlier_starts(keywords: Mapping[str, Any]) -> None:
+def _join_apart_from_earlier_starts(keywords: Mapping[str, Any], store: Any) -> None:
     """Join the process group in a part of torchrun's store that no earlier start of the ranks has used.
 
     The store outlives all starts: otherwise torch finds addresses of ranks that have died, and waits for them.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restart == "0":
+    if restart == "0" or store is None:
         return
     accelerator, timeout = get_accelerator(), keywords.get("timeout", dist.distributed_c10d.default_pg_timeout)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     # As DeepSpeed does: groups are then split from this one.
     on_cuda = accelerator.device_name() == "cuda"
     dist.init_process_group(

@@ -13,7 +13,9 @@ launchers would contradict each other. Imports only the standard library, since 
 
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -21,6 +23,11 @@ from typing import NamedTuple
 from deepspeed_ext.plan.errors import UserError
 
 __all__ = ["LaunchEnvironment"]
+
+
+class MeetingError(UserError):
+    """Rank 0 does not serve the place where the ranks are to meet; all ranks of a host have the same error."""
+
 
 _FIRST_HOST = re.compile(r"(?:[^,\[\]]|\[\d[\d,-]*\])+")
 _FIRST_NUMBER = re.compile(r"\[(\d+)[^\]]*\]")
@@ -53,6 +60,19 @@ def tasks_of_node(counts: str, node: int) -> int:
         f"{counts[:80]!r} has no number of tasks for node {node}, as 4(x2),1 has: set RANK, WORLD_SIZE, "
         "LOCAL_RANK and LOCAL_SIZE"
     )
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a name, or `user@name`, is of this host."""
+    try:
+        found = socket.getaddrinfo(name.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # Only addresses of this host can be bound.
+            return True
+    return False
 
 
 PORTS = range(20_000, 32_768)
@@ -247,8 +267,21 @@ class LaunchEnvironment:
         """Set the variables that torch and deepspeed read; the place to meet only if it is not set."""
         environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
-        # The store of a single rank takes any free port; no other needs it.
-        meeting = ("127.0.0.1", 0) if self.world_size == 1 else self.meeting
+        port = environment.get("MASTER_PORT", "0").strip()
+        if not re.fullmatch(r"\d{1,5}", port) or int(port) > 65_535:
+            raise UserError(f"MASTER_PORT={port[:80]} is not a port: set a number from 1 to 65535, or unset it")
+        host = environment.get("MASTER_ADDR")
+        if host is not None and environment.get("CROSS_SIZE") == "1" and not is_this_host(host):
+            raise MeetingError(
+                f"DeepSpeed's launcher started the ranks of a single host on {socket.gethostname()}, and the hostfile "
+                f"names another (MASTER_ADDR={host}): add --force_multi, or use terapipe train"
+            )
+        meeting = self.meeting
+        if self.world_size == 1:
+            # The store of a single rank takes any free port; no other needs it, wherever it was to meet them.
+            meeting = "127.0.0.1", 0
+            if environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+                environment.pop("MASTER_ADDR", None)
         for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), meeting, strict=True):
             if value is not None:
                 environment.setdefault(name, str(value))

@@ -73,10 +73,13 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     # DeepSpeed calls collectives by names that torch has renamed, which users cannot change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
-    if rank_watch is not None and "MASTER_PORT" in os.environ:
-        rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def met() -> None:
+        if rank_watch is not None:
+            rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
     try:
-        init_distributed(dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
+        init_distributed(met=met, dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
         watch = watch_this_rank(
             _timeout(run),
             _ledgers(run),

@@ -32,7 +32,7 @@ from typing import Self
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import BAD_INPUT, INTERRUPTED
 from deepspeed_ext.runtime.health.rank_watch import LOST, RankWatch, watch_rank
-from deepspeed_ext.runtime.launch import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError
 from megatron_terapipe.checkpoint.directories import latest_checkpoint, names_model_folder
 from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError, ConfigError, NumbersError, SearchError
@@ -82,7 +82,8 @@ class EndOfRun:
                     if isinstance(error, OSError)
                     else error
                 )
-                reports = self.launch.rank == 0 if isinstance(error, AGREED) else first_of_host or self.in_process_group
+                alone = self.in_process_group and not isinstance(error, MeetingError)
+                reports = self.launch.rank == 0 if isinstance(error, AGREED) else first_of_host or alone
                 self._end(BAD_INPUT, f"error: {line}" if reports else "")
             case KeyboardInterrupt():
                 self._end(INTERRUPTED, f"interrupted: {remedy(self.save)}" if first_of_host else "")

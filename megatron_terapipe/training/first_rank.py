@@ -84,6 +84,8 @@ class FirstRank:
         """Return the store: of the process group once there is one, until then this rank's own connection."""
         import torch.distributed as dist
 
+        from deepspeed_ext.runtime.meeting import meeting_store
+
         if dist.is_initialized():
             # The group holds the server from now on.
             self._own_store = None
@@ -94,15 +96,8 @@ class FirstRank:
                 from deepspeed.comm.comm import mpi_discovery
 
                 mpi_discovery(verbose=False)
-            serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-            self._own_store = dist.TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=serves,
-                wait_for_workers=False,
-                timeout=timeout,
-                multi_tenant=True,  # The process group uses the same server later.
-            )
+            # The process group uses the same server later.
+            self._own_store = meeting_store(launch, timeout)
         return self._own_store
 
 

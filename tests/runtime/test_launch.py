@@ -1,12 +1,14 @@
 """The place of a process among all that were launched, from the variables that each launcher sets."""
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime import launch as environment_module
-from deepspeed_ext.runtime.launch import PORTS, LaunchEnvironment, first_host, tasks_of_node
+from deepspeed_ext.runtime.launch import PORTS, LaunchEnvironment, first_host, is_this_host, tasks_of_node
 from tests.runtime import recorded_launches as recorded
 
 START = "start with deepspeed, torchrun, mpirun or srun"
@@ -123,6 +125,7 @@ EXPORTED = {
     "half stated": (recorded.SLURM | {"MASTER_ADDR": "ib0-host1"}, "ib0-host1", "20100"),
     "not on the host of mpirun": (STATED, "10.88.0.2", "27841"),
     "one process": ({"MASTER_PORT": "1234"}, "127.0.0.1", "1234"),
+    "one process, to meet elsewhere": ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "nowhere"}, "127.0.0.1", "0"),
     # Any free port: runs on one host must not meet.
     "one process, not stated": ({}, "127.0.0.1", "0"),
 }
@@ -136,6 +139,39 @@ def test_the_place_to_meet_is_exported(variables: dict[str, str], address: str, 
     assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == (address, port)
     again = LaunchEnvironment.read(exported)
     assert (again.rank, again.world_size, again.local_rank) == (place.rank, place.world_size, place.local_rank)
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port: set a number from 1 to 65535, or unset it"),
+        ({"MASTER_PORT": "a"}, "MASTER_PORT=a is not a port: set a number from 1 to 65535, or unset it"),
+        # DeepSpeed's launcher starts ranks here if the hostfile, or what is included of it, is one other host.
+        (
+            {"CROSS_SIZE": "1", "MASTER_ADDR": "192.0.2.1"},
+            "DeepSpeed's launcher started the ranks of a single host on ",
+        ),
+    ],
+)
+def test_places_to_meet_that_cannot_be(variables: dict[str, str], line: str) -> None:
+    for launched in (recorded.DEEPSPEED, {"RANK": "0", "WORLD_SIZE": "1"}):
+        with pytest.raises(UserError) as caught:
+            LaunchEnvironment.read(launched).export(launched | variables)
+        assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_here"),
+    [
+        ("localhost", True),
+        ("root@127.0.0.1", True),
+        (socket.gethostname(), True),
+        ("192.0.2.1", False),
+        ("a..b", False),
+    ],
+)
+def test_names_of_this_host(name: str, is_here: bool) -> None:
+    assert is_this_host(name) == is_here
 
 
 @pytest.mark.parametrize("number", ["1", "99999999", "2147483647"])
