@@ -5,28 +5,21 @@ documents and of samples, `GPTDataset` reads the samples in it, `BlendedDataset`
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from megatron_terapipe.config.data import PARTS, DataConfig, Part
-from megatron_terapipe.data.file_arrays import Arrays, IndexCache, Numbers
+from megatron_terapipe.data.blend_order import BlendOrder
+from megatron_terapipe.data.file_arrays import IndexCache, Numbers
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
 from megatron_terapipe.errors import DataError
-
-_SECONDS_UNTIL_PROGRESS = 2.0
-
-
-def _with_progress(count: int, what: str, unit: str, *, shown: bool) -> Iterable[int]:
-    """Return the numbers below `count`, with a bar on a terminal once they have taken a while."""
-    disable = None if shown else True  # None: silent without a terminal
-    return tqdm(range(count), desc=what, unit=unit, unit_scale=True, delay=_SECONDS_UNTIL_PROGRESS, disable=disable)
 
 
 class SampleDataset(Protocol):
@@ -39,41 +32,45 @@ class SampleDataset(Protocol):
         """Return the token ids of one sample, [seq_length + 1]."""
 
 
-def draw_order(
-    lengths: NDArray[np.int32], documents: range, seq_length: int, epochs: int, seed: int, *, show_progress: bool
-) -> Arrays:
-    """Draw the shuffles of some epochs: the arrays of a `GPTDataset`, by their names there.
+class EpochOrder(NamedTuple):
+    """Order of one epoch: of its documents, and of the samples that end in it."""
 
-    One epoch comes in exactly Megatron's order for the same seed. Further epochs are shuffled one by one, where
-    Megatron shuffles them together: so every epoch visits each token once, and a longer run begins with the samples of
-    a shorter one.
+    documents: Numbers
+    """Numbers of the documents, int32 [documents]."""
+    starts: Numbers
+    """Tokens of the epoch before each of them, int64 [documents]. Megatron stores the first token of each sample."""
+    samples: Numbers
+    """Samples of the stream of all epochs, int64 [samples]."""
+
+
+def draw_order(lengths: NDArray[np.int32], documents: range, seq_length: int, epoch: int, seed: int) -> EpochOrder:
+    """Draw the shuffles of an epoch.
+
+    The first one comes in exactly Megatron's order for the same seed. Further epochs are shuffled one by one, where
+    Megatron shuffles them together: so every epoch visits each token once, a longer run begins with the samples of a
+    shorter one, and an epoch is drawn when it is needed.
 
     Args:
         lengths: tokens of each of the documents, int32 [documents].
     """
     tokens = int(lengths.sum(dtype=np.int64))
-    document_index = np.empty((epochs, len(documents)), np.int32)
-    shuffle_index = np.empty((epochs * tokens - 1) // seq_length, np.int64)
-    for epoch in _with_progress(epochs, "shuffle", "epoch", shown=show_progress):
-        # The first epoch takes the plain seed, because that is Megatron's order.
-        random = np.random.RandomState([seed, epoch] if epoch else seed)
-        document_index[epoch] = np.arange(documents.start, documents.stop)
-        random.shuffle(document_index[epoch])
-        # A sample belongs to the epoch in which it ends.
-        first, end = (max(0, (e * tokens - 1) // seq_length) for e in (epoch, epoch + 1))
-        shuffle_index[first:end] = np.arange(first, end)
-        random.shuffle(shuffle_index[first:end])
-    stream_starts = np.zeros(document_index.size + 1, np.int64)
-    np.cumsum(lengths[document_index.reshape(-1) - documents.start], dtype=np.int64, out=stream_starts[1:])
-    return {
-        "document_index": document_index.reshape(-1),
-        "shuffle_index": shuffle_index,
-        "stream_starts": stream_starts,
-    }
+    # The first epoch takes the plain seed, because that is Megatron's order.
+    random = np.random.RandomState([seed, epoch] if epoch else seed)
+    order = np.arange(documents.start, documents.stop, dtype=np.int32)
+    random.shuffle(order)
+    ends = np.cumsum(lengths[order - documents.start], dtype=np.int64)
+    # A sample belongs to the epoch in which it ends.
+    samples = np.arange(*(max(0, (end * tokens - 1) // seq_length) for end in (epoch, epoch + 1)), dtype=np.int64)
+    random.shuffle(samples)
+    return EpochOrder(order, np.concatenate([np.zeros(1, np.int64), ends[:-1]]), samples)
 
 
 _DOCUMENTS_AT_ONCE = 32
 """Entries of the order that are read at once."""
+_STORED_FROM = 1 << 16
+"""Documents and samples of an epoch from which its order is stored: a smaller one is drawn in a millisecond."""
+_EPOCHS_KEPT = 4
+"""Epochs in memory, or with open files: a sample may begin in one and end in the next."""
 
 
 class GPTDataset:
@@ -90,48 +87,67 @@ class GPTDataset:
         vocab_size: int | None = None,
         cache: IndexCache | None = None,
     ) -> None:
-        """Draw the order of documents and of samples, of as many epochs as the samples need.
+        """Check that there is text for a sample; orders are drawn when they are needed.
 
         Args:
             indexed: the token ids; a document is one of its sequences, as Megatron takes it.
             vocab_size: every id is below it, which is checked whenever a sample is read; None for any id.
-            cache: stores the order; None: it is computed.
+            cache: stores the orders of large epochs; None: they are drawn.
         """
-        tokens = checked_tokens(indexed, documents, seq_length=seq_length)
-        lengths = indexed.sequence_lengths[documents.start : documents.stop]
-        epochs, cache = -(-(num_samples * seq_length + 1) // tokens), cache or IndexCache(None)
+        self._tokens = checked_tokens(indexed, documents, seq_length=seq_length)
         self.seq_length = seq_length
-        self._indexed, self._num_samples, self._vocab_size = indexed, num_samples, vocab_size
-        description = {
-            "kind": "order of documents and samples, version 1",
-            "lengths": hashlib.sha256(np.ascontiguousarray(lengths, "<i4").data).hexdigest() if cache.keeps else "",
-            "documents": [documents.start, documents.stop],
-            "seq_length": seq_length,
-            "epochs": epochs,
-            "seed": seed,
-        }
-        order = cache.get(
-            description,
-            lambda: draw_order(lengths, documents, seq_length, epochs, seed, show_progress=cache.keeps),
-        )
-        self.document_index = order["document_index"]
-        """Documents in the order of the stream, int32 [epochs * documents]."""
-        self.shuffle_index = order["shuffle_index"]
-        """The sample of the stream for each sample, and those left of the last epoch, int64 [samples or more]."""
-        self._stream_starts = order["stream_starts"]
-        """Tokens of the stream before each document, and before its end, int64 [epochs * documents + 1].
-
-        Megatron stores the first token of each sample; a binary search here needs no such index.
-        """
+        self._indexed, self._documents, self._seed = indexed, documents, seed
+        self._num_samples, self._vocab_size = num_samples, vocab_size
+        is_large = len(documents) + self._tokens // seq_length >= _STORED_FROM
+        self._cache = cache if cache is not None and cache.keeps and is_large else None
+        self._orders: dict[int, EpochOrder] = {}
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return self._num_samples
 
-    def locate(self, stream_sample: int) -> tuple[int, int]:
-        """Return where a sample of the stream begins: a position in `document_index`, and a token of that document."""
-        token = stream_sample * self.seq_length
-        position = int(self._stream_starts.searchsorted(token, side="right")) - 1
-        return position, token - int(self._stream_starts[position])
+    def order(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch."""
+        with self._lock:
+            if epoch not in self._orders:
+                self._orders[epoch] = self._drawn(epoch)
+                if len(self._orders) > _EPOCHS_KEPT:
+                    del self._orders[next(iter(self._orders))]
+            return self._orders[epoch]
+
+    def _drawn(self, epoch: int) -> EpochOrder:
+        lengths = self._indexed.sequence_lengths[self._documents.start : self._documents.stop]
+
+        def draw() -> EpochOrder:
+            return draw_order(lengths, self._documents, self.seq_length, epoch, self._seed)
+
+        if self._cache is None:
+            return draw()
+        description = {
+            "kind": "order of documents and samples of an epoch, version 2",
+            "lengths": hashlib.sha256(np.ascontiguousarray(lengths, "<i4").data).hexdigest(),
+            "documents": [self._documents.start, self._documents.stop],
+            "seq_length": self.seq_length,
+            "epoch": epoch,
+            "seed": self._seed,
+        }
+        return EpochOrder(**self._cache.get(description, lambda: draw()._asdict()))
+
+    def prepare(self, sample: int) -> None:
+        """Draw the order that a run from a sample on begins with, if that takes long."""
+        if self._cache is not None:
+            self.order(self.epoch_of(sample % self._num_samples))
+
+    def epoch_of(self, sample: int) -> int:
+        """Return the epoch in which a sample ends."""
+        return (sample + 1) * self.seq_length // self._tokens
+
+    def locate(self, stream_sample: int) -> tuple[int, int, int]:
+        """Return where a sample of the stream begins: epoch, position in its documents, and token of that document."""
+        epoch, token = divmod(stream_sample * self.seq_length, self._tokens)
+        starts = self.order(epoch).starts
+        position = int(starts.searchsorted(token, side="right")) - 1
+        return epoch, position, token - int(starts[position])
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
         """Return the token ids of one sample, int64 [seq_length + 1]."""
@@ -149,16 +165,20 @@ class GPTDataset:
         """Yield the parts of a sample: document, first token in it, ids [tokens of the part]."""
         if not 0 <= sample < self._num_samples:
             raise IndexError(f"sample {sample} of {self._num_samples}")
-        position, offset = self.locate(int(self.shuffle_index[sample]))
+        epoch = self.epoch_of(sample)
+        first = max(0, (epoch * self._tokens - 1) // self.seq_length)
+        samples = self.order(epoch).samples
+        stream_sample = int(samples[sample - first])
+        if not first <= stream_sample < first + len(samples):
+            raise DataError(
+                f"the order of the samples of {self._indexed.prefix} has changed since the start, and sample "
+                f"{sample} is outside: remove the folder of --data-cache-path, and continue from the "
+                "last checkpoint"
+            )
+        epoch, position, offset = self.locate(stream_sample)
         missing = self.seq_length + 1
         while missing:
-            documents = self.document_index[max(0, position) : position + _DOCUMENTS_AT_ONCE].tolist()
-            if not documents:
-                raise DataError(
-                    f"the order of the samples of {self._indexed.prefix} has changed since the start, and sample "
-                    f"{sample} is outside: remove the folder of --data-cache-path, and continue from the "
-                    "last checkpoint"
-                )
+            documents = self.order(epoch).documents[max(0, position) : position + _DOCUMENTS_AT_ONCE].tolist()
             for document in documents:
                 ids = self._indexed.run(document, offset, missing)
                 yield document, offset, ids
@@ -167,6 +187,8 @@ class GPTDataset:
                     return
                 offset = 0
             position += _DOCUMENTS_AT_ONCE
+            if position >= len(self._documents):
+                epoch, position = epoch + 1, 0
 
     def _wrong_id(self, sample: int) -> DataError:
         for document, offset, ids in self._runs(sample):
@@ -199,15 +221,6 @@ def samples_in_epochs(indexed: IndexedDataset, documents: range, *, seq_length: 
     return max(0, (epochs * tokens - 1) // seq_length)
 
 
-class BlendOrder(NamedTuple):
-    """The order in which samples come from several datasets."""
-
-    dataset_index: Numbers
-    """Dataset of each sample, int16 [samples]."""
-    dataset_sample_index: Numbers
-    """Number of the sample in its dataset, int64 [samples]."""
-
-
 @dataclass(frozen=True, slots=True)
 class UnreadSamples:
     """A number of samples, on a rank that reads none of them."""
@@ -222,69 +235,32 @@ class UnreadSamples:
 
 
 class BlendedDataset:
-    """Samples of several datasets in an order made by `interleave`: each gives its share, to within a sample.
+    """Samples of several datasets in an order: each gives its share, to within a sample.
 
     Args:
         datasets: each has at least as many samples as its number occurs in the order.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], order: BlendOrder) -> None:
-        self.datasets = datasets
-        self.dataset_index, self.dataset_sample_index = order
+        self.datasets, self.order = datasets, order
 
     def __len__(self) -> int:
-        return len(self.dataset_index)
+        return len(self.order)
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
-        dataset = self.datasets[int(self.dataset_index[sample])]
-        return dataset[int(self.dataset_sample_index[sample])]
+        dataset, number = self.order[sample]
+        return self.datasets[dataset][number]
+
+    def prepare(self, sample: int) -> None:
+        """Draw the orders that a run from a sample on begins with, if that takes long."""
+        for dataset, given in zip(self.datasets, self.order.given(sample % len(self.order)).tolist(), strict=True):
+            prepare_samples(dataset, given)
 
 
-def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | None = None) -> BlendOrder:
-    """Choose a dataset for each sample: the one furthest below its share, as Megatron does.
-
-    The order does not depend on `num_samples`: a longer run begins alike.
-
-    Args:
-        weights: share of each dataset, positive, in any unit.
-        cache: stores the order; None: it is computed.
-    """
-    cache = cache or IndexCache(None)
-    description = {"kind": "order of datasets, version 2", "weights": list(weights), "num_samples": num_samples}
-
-    def compute() -> Arrays:
-        chosen = _choose(weights, num_samples, show_progress=cache.keeps)
-        return {"dataset_index": chosen, "dataset_sample_index": _counted(chosen, len(weights))}
-
-    return BlendOrder(**cache.get(description, compute))
-
-
-def _counted(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
-    """Return for each sample how many came from its dataset before it."""
-    counted = np.empty(len(dataset_index), np.int64)
-    for number in range(num_datasets):
-        chosen = dataset_index == number
-        counted[chosen] = np.arange(np.count_nonzero(chosen))
-    return counted
-
-
-def _choose(weights: Sequence[float], num_samples: int, show_progress: bool) -> NDArray[np.int16]:
-    # Each choice depends on those before it, and which of two equal lags is larger on the rounding of these very
-    # operations: so it is a loop, at a third of a microsecond per sample and a few datasets.
-    shares: list[float] = (np.asarray(weights, np.float64) / np.sum(weights, dtype=np.float64)).tolist()
-    first, *others = enumerate(shares)
-    given = [0.0] * len(shares)
-    order = np.empty(num_samples, np.int16)
-    for sample in _with_progress(num_samples, "blend", "sample", shown=show_progress):
-        moment = float(sample or 1)
-        chosen, largest = 0, first[1] * moment - given[0]
-        for dataset, share in others:
-            lag = share * moment - given[dataset]
-            if lag > largest:
-                chosen, largest = dataset, lag
-        order[sample] = chosen
-        given[chosen] += 1.0
-    return order
+def prepare_samples(dataset: Any, sample: int) -> None:
+    """Draw the orders that a run from a sample of any dataset on begins with, if that takes long."""
+    if hasattr(dataset, "prepare"):
+        dataset.prepare(sample)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,7 +318,7 @@ def build_datasets(
     """Build the training, validation and test samples.
 
     Files are opened and their indices checked on every rank, which takes 10 ns a document. The order of documents and
-    samples, which takes long, is drawn only where samples are read.
+    samples is drawn only where samples are read, when they are.
 
     Args:
         data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
@@ -393,8 +369,9 @@ class _Builder:
             for each in chosen:
                 checked_tokens(*each, seq_length=self._seq_length)
             return UnreadSamples(num_samples)
-        order = interleave(weights, num_samples, self._cache)
-        counts = np.bincount(order.dataset_index[:], minlength=len(weights)).tolist()
+        order = BlendOrder(weights, num_samples, self._cache)
+        # A dataset of whole epochs has few enough samples to count them.
+        counts = order.given(num_samples).tolist() if self._epochs(part) else [num_samples] * len(chosen)
         datasets = [self._dataset(part, *each, max(1, count)) for each, count in zip(chosen, counts, strict=True)]
         return BlendedDataset(datasets, order) if self._reads else UnreadSamples(num_samples)
 

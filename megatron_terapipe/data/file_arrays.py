@@ -13,14 +13,19 @@ import tempfile
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from errno import EMFILE
+from functools import cache, cached_property
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+from tqdm import tqdm
 
 from deepspeed_ext.plan.text_files import open_locked, permit_as_new
 from megatron_terapipe.errors import DataError
@@ -28,25 +33,88 @@ from megatron_terapipe.errors import DataError
 NUMBERS_AT_ONCE = 1 << 18
 """Numbers of a piece: it stays in the processor's cache while it is checked."""
 
+_MOST_OPEN = 1 << 15
 _FENCE = 1 << 10
 """A search goes to one of every so many numbers first, and then reads the numbers up to the next."""
 
 
-class ReadFile:
-    """An open file, read at given bytes by any number of threads.
+class _Handle:
+    """An open file, until no thread reads it and it is not kept any more."""
 
-    It stays open: a file that is removed or replaced can be read until the last reader is gone.
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+
+
+class _OpenFiles:
+    """The files that were read last: half of those that the process may have open at most."""
+
+    def __init__(self) -> None:
+        self.limit = getrlimit(RLIMIT_NOFILE)[0]
+        """Files that the process may have open; -1 without a limit."""
+        self._most = (min(self.limit, _MOST_OPEN) if self.limit >= 0 else _MOST_OPEN) // 2
+        self._handles: OrderedDict[int, _Handle] = OrderedDict()
+        self._lock = Lock()
+
+    def find(self, key: int) -> _Handle | None:
+        """Return the handle of a file that is open."""
+        with self._lock:
+            if key in self._handles:
+                self._handles.move_to_end(key)
+            return self._handles.get(key)
+
+    def keep(self, key: int, handle: _Handle) -> None:
+        """Keep a file open until others are read more often, or it is dropped."""
+        with self._lock:
+            self._handles[key] = handle
+            while len(self._handles) > self._most:
+                self._handles.popitem(last=False)
+
+    def drop(self, key: int) -> None:
+        """Close a file that nothing reads any more."""
+        self._handles.pop(key, None)
+
+
+@cache
+def _open_files() -> _OpenFiles:
+    return _OpenFiles()
+
+
+class ReadFile:
+    """A file, read at given bytes by any number of threads.
+
+    While there are not too many it stays open: a file that is removed or replaced can be read until the last reader is
+    gone. One that was closed must be the same when it is read again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"{path} cannot be opened ({error.strerror}): give a file that can be read") from None
-        weakref.finalize(self, os.close, self._handle)
-        self.size = os.fstat(self._handle).st_size
+        self._state: tuple[int, int] | None = None
+        weakref.finalize(self, _open_files().drop, id(self))
+        state = os.fstat(self._handle().number)
+        self._state = state.st_size, state.st_mtime_ns
+        self.size = state.st_size
         """Its bytes when it was opened."""
+
+    def _handle(self) -> _Handle:
+        files = _open_files()
+        handle = files.find(id(self))
+        if handle is None:
+            try:
+                handle = _Handle(self.path)
+            except OSError as error:
+                remedy = "give a file that can be read"
+                if error.errno == EMFILE:
+                    remedy = f"raise the limit of this process, `ulimit -n`, which is {files.limit}"
+                raise DataError(f"{self.path} cannot be opened ({error.strerror}): {remedy}") from None
+            state = os.fstat(handle.number)
+            if self._state not in (None, (state.st_size, state.st_mtime_ns)):
+                raise DataError(
+                    f"{self.path} has been written since it was first opened: bring back the file that the run began "
+                    "with, and continue from the last checkpoint"
+                )
+            files.keep(id(self), handle)
+        return handle
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return `num_bytes` bytes of the file."""
@@ -54,8 +122,9 @@ class ReadFile:
         while len(found) < num_bytes:  # The operating system may return large reads in parts.
             part = self._read(start + len(found), num_bytes - len(found))
             if not part:
+                now = os.fstat(self._handle().number).st_size
                 raise DataError(
-                    f"{self.path} ends at byte {os.fstat(self._handle).st_size} now, and had {self.size} bytes when it "
+                    f"{self.path} ends at byte {now} now, and had {self.size} bytes when it "
                     f"was opened; bytes {start} to {start + num_bytes} are needed: bring back the whole file, and "
                     "continue from the last checkpoint"
                 )
@@ -64,7 +133,8 @@ class ReadFile:
 
     def _read(self, start: int, num_bytes: int) -> bytes:
         try:
-            return os.pread(self._handle, num_bytes, start)
+            handle = self._handle()
+            return os.pread(handle.number, num_bytes, start)
         except OSError as error:
             raise DataError(
                 f"{self.path} cannot be read at byte {start} ({error.strerror}): check its disk, and continue from "
@@ -124,6 +194,23 @@ class FileColumn:
 
 Numbers = NDArray[Any] | FileColumn
 """Numbers in memory, or in a file."""
+
+
+_SECONDS_UNTIL_PROGRESS, _SECONDS_BETWEEN_LINES = 2.0, 30.0
+
+
+def with_progress(numbers: range, what: str, unit: str, *, shown: bool) -> Iterable[int]:
+    """Return the numbers, with their progress once they have taken a while: a bar, or without a terminal some lines."""
+    reported: Iterable[int] = tqdm(
+        numbers,
+        desc=what,
+        unit=unit,
+        delay=_SECONDS_UNTIL_PROGRESS,
+        mininterval=0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES,
+        disable=not shown,
+        file=sys.stderr,
+    )
+    return reported
 
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -14,17 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import DataConfig
+from megatron_terapipe.data import blend_order
 from megatron_terapipe.data import datasets as module
+from megatron_terapipe.data.blend_order import BlendOrder
 from megatron_terapipe.data.datasets import (
     BlendedDataset,
     DatasetSplits,
     GPTDataset,
     build_datasets,
-    interleave,
     mock_datasets,
     split_ranges,
 )
-from megatron_terapipe.data.file_arrays import FileColumn, IndexCache
+from megatron_terapipe.data.file_arrays import IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.errors import DataError
 
@@ -52,6 +53,27 @@ def dataset_of(tmp_path_factory: pytest.TempPathFactory) -> DatasetOf:
     return build
 
 
+def whole_order(dataset: GPTDataset, epochs: int) -> list[np.ndarray]:
+    """Documents [epochs, documents] and samples [samples] of epochs, in their order."""
+    orders = [dataset.order(epoch) for epoch in range(epochs)]
+    return [np.stack([each.documents[:] for each in orders]), np.concatenate([each.samples[:] for each in orders])]
+
+
+def order_before(lengths: list[int], seq_length: int, epochs: int, seed: int) -> list[np.ndarray]:
+    """The same, of all epochs at once: as this trainer drew them until it drew epochs when they are needed."""
+    tokens = sum(lengths)
+    documents = np.empty((epochs, len(lengths)), np.int32)
+    samples = np.empty((epochs * tokens - 1) // seq_length, np.int64)
+    for epoch in range(epochs):
+        random = np.random.RandomState([seed, epoch] if epoch else seed)
+        documents[epoch] = np.arange(len(lengths))
+        random.shuffle(documents[epoch])
+        first, end = (max(0, (e * tokens - 1) // seq_length) for e in (epoch, epoch + 1))
+        samples[first:end] = np.arange(first, end)
+        random.shuffle(samples[first:end])
+    return [documents, samples]
+
+
 @given(
     lengths=lengths,
     seq_length=st.integers(1, 8),
@@ -67,15 +89,19 @@ def test_samples_are_the_stream_of_documents_and_each_epoch_visits_each_token_on
     documents = range(len(lengths))
     dataset = GPTDataset(indexed, documents, seq_length=seq_length, num_samples=num_samples, seed=seed)
     assert len(dataset) == num_samples
-    assert sorted(dataset.shuffle_index[:num_samples]) == list(range(num_samples))
+    document_index, shuffle_index = whole_order(dataset, epochs)
+    assert sorted(shuffle_index) == list(range(num_samples))
 
-    orders = dataset.document_index.reshape(-1, len(lengths))
-    assert all(sorted(order) == list(documents) for order in orders)
-    stream = np.concatenate([indexed.run(document, 0, 10**6) for document in dataset.document_index])
+    assert all(sorted(order) == list(documents) for order in document_index)
+    stream = np.concatenate([indexed.run(document, 0, 10**6) for document in document_index.reshape(-1)])
     for epoch in stream.reshape(-1, tokens):
         assert sorted(epoch) == list(range(tokens))
+    for ours, before in zip(
+        (document_index, shuffle_index), order_before(lengths, seq_length, epochs, seed), strict=True
+    ):
+        assert ours.tolist() == before.tolist()
 
-    for sample, stream_sample in enumerate(dataset.shuffle_index[:num_samples]):
+    for sample, stream_sample in enumerate(shuffle_index):
         start = stream_sample * seq_length
         assert dataset[sample].tolist() == stream[start : start + seq_length + 1].tolist()
         assert dataset[sample].dtype == np.int64
@@ -93,6 +119,13 @@ def test_a_longer_run_begins_with_the_samples_of_a_shorter(
     assert [few[sample].tolist() for sample in range(short)] == [many[sample].tolist() for sample in range(short)]
 
 
+@pytest.fixture
+def stores_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders of small epochs are stored, too."""
+    monkeypatch.setattr(module, "_STORED_FROM", 0)
+
+
+@pytest.mark.usefixtures("stores_all")
 def test_other_data_seed_or_length_has_another_cached_order(dataset_of: DatasetOf, tmp_path: Path) -> None:
     one, other = dataset_of(5, 6, 7, 8), dataset_of(8, 7, 6, 5)
     cache = IndexCache(tmp_path)
@@ -110,7 +143,7 @@ def test_other_data_seed_or_length_has_another_cached_order(dataset_of: DatasetO
             for each in (cache, None)
         )
         assert [kept[sample].tolist() for sample in range(9)] == [drawn[sample].tolist() for sample in range(9)]
-        assert len(list(tmp_path.glob("*.json"))) == before + 1
+        assert len(list(tmp_path.glob("*.json"))) == before + kept.epoch_of(8) + 1
 
 
 def test_only_the_documents_of_the_range_are_read(dataset_of: DatasetOf) -> None:
@@ -136,9 +169,12 @@ def test_tokens_beyond_32_bits_are_found(tmp_path: Path) -> None:
     indexed, epochs = IndexedDataset(prefix), 2
     num_samples = (epochs * 3 * longest - 1) // length
     dataset = GPTDataset(indexed, range(3), seq_length=length, num_samples=num_samples, seed=3, vocab_size=50257)
-    stream = {2**31 - 2 + place * longest: 1000 + int(each) for place, each in enumerate(dataset.document_index)}
+    document_index, shuffle_index = whole_order(dataset, epochs)
+    stream = {
+        2**31 - 2 + place * longest: 1000 + each for place, each in enumerate(document_index.reshape(-1).tolist())
+    }
     assert max(stream) > 2**33
-    where = {int(each): sample for sample, each in enumerate(dataset.shuffle_index[:num_samples])}
+    where = {int(each): sample for sample, each in enumerate(shuffle_index)}
     for at, token in stream.items():
         if at // length in where:
             sample = dataset[where[at // length]]
@@ -164,10 +200,12 @@ def test_an_id_beyond_the_vocabulary_is_found_when_its_sample_is_read(dataset_of
         [whole[sample] for sample in range(2)]
 
 
+@pytest.mark.usefixtures("stores_all")
 def test_an_order_that_changed_on_disk_is_refused(dataset_of: DatasetOf, tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     dataset = GPTDataset(dataset_of(5, 6), range(2), seq_length=5, num_samples=2, seed=0, cache=cache)
-    (order,) = tmp_path.glob("*-shuffle_index.npy")
+    dataset.order(0)
+    (order,) = tmp_path.glob("*-samples.npy")
     with order.open("r+b") as file:
         file.seek(-16, os.SEEK_END)
         file.write(np.array([10**6, 10**6]).tobytes())
@@ -205,13 +243,15 @@ def test_samples_begin_where_megatron_begins_them(
     )
     theirs = helpers.build_sample_idx(
         np.array(lengths, np.int32),
-        dataset.document_index,
+        whole_order(dataset, epochs)[0].reshape(-1),
         seq_length,
-        len(dataset.document_index) // len(lengths),
+        epochs,
         tokens,
     )
-    ours = [list(dataset.locate(sample)) for sample in range(num_samples)]
-    assert ours == theirs[:num_samples].tolist()
+    ours = [dataset.locate(sample) for sample in range(num_samples)]
+    assert [[epoch * len(lengths) + position, token] for epoch, position, token in ours] == theirs[
+        :num_samples
+    ].tolist()
 
 
 weights_in_any_unit = st.lists(
@@ -233,19 +273,58 @@ def test_the_order_is_megatrons_to_the_last_tie(weights: list[float], num_sample
     helpers.build_blending_indices(
         dataset_index, dataset_sample_index, normalize(weights), len(weights), num_samples, False
     )
-    ours = BlendedDataset([[]] * len(weights), interleave(weights, num_samples))
-    assert ours.dataset_index.tolist() == dataset_index.tolist()
-    assert ours.dataset_sample_index.tolist() == dataset_sample_index.tolist()
+    theirs = list(zip(dataset_index.tolist(), dataset_sample_index.tolist(), strict=True))
+    assert entries(BlendOrder(weights, num_samples)) == theirs
 
 
-def test_a_cached_order_is_the_order(tmp_path: Path) -> None:
-    cache = IndexCache(tmp_path)
-    orders = [interleave([0.3, 0.7], 1000, each) for each in (None, cache, cache)]
-    assert all(isinstance(each, FileColumn) for each in orders[2])
-    for first, second, third in zip(*orders, strict=True):
-        assert first[:].tolist() == second[:].tolist() == third[:].tolist()
-    assert interleave([0.7, 0.3], 1000, cache).dataset_index[:].tolist() != orders[0].dataset_index[:].tolist()
-    assert len(interleave([0.3, 0.7], 10, cache).dataset_index) == 10
+def entries(order: BlendOrder) -> list[tuple[int, int]]:
+    return [order[sample] for sample in range(len(order))]
+
+
+def each_furthest_below_its_share(weights: list[float], num_samples: int) -> list[tuple[int, int]]:
+    """Dataset and number of each sample, by the definition: all datasets are compared for each sample."""
+    shares = (np.asarray(weights, np.float64) / np.sum(weights, dtype=np.float64)).tolist()
+    given, chosen = [0] * len(shares), []
+    for sample in range(num_samples):
+        lags = [share * float(sample or 1) - of for share, of in zip(shares, given, strict=True)]
+        dataset = lags.index(max(lags))
+        chosen.append((dataset, given[dataset]))
+        given[dataset] += 1
+    return chosen
+
+
+@given(
+    weights=weights_in_any_unit, num_samples=st.integers(1, 400), block=st.integers(1, 500), stored=st.integers(1, 5)
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+def test_the_order_is_the_same_in_blocks_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, weights: list[float], num_samples: int, block: int, stored: int
+) -> None:
+    monkeypatch.setattr(blend_order, "_BLOCK", block)
+    monkeypatch.setattr(blend_order, "_BLOCKS_STORED_ONCE", stored)
+    wanted, order = each_furthest_below_its_share(weights, num_samples), BlendOrder(weights, num_samples)
+    for sample in (num_samples - 1, num_samples // 2):
+        assert order[sample] == wanted[sample]
+    assert entries(order) == wanted
+    datasets = [dataset for dataset, _ in wanted[: num_samples // 3]]
+    assert order.given(num_samples // 3).tolist() == [datasets.count(each) for each in range(len(weights))]
+
+
+@pytest.mark.parametrize("kind", ["random", "equal", "tenths"])
+def test_the_compiled_order_is_the_order(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stored in the second half, too."""
+    random = np.random.default_rng(0)
+    weights = {"random": random.random(99), "equal": np.ones(99), "tenths": random.integers(1, 10, 99) / 10}[kind]
+    monkeypatch.setattr(blend_order, "_BLOCK", 5000)
+    monkeypatch.setattr(blend_order, "_BLOCKS_STORED_ONCE", 2)
+    monkeypatch.setattr(blend_order, "_COMPILED_FROM", 0)
+    wanted = each_furthest_below_its_share(weights.tolist(), 25_000)
+    for _ in range(2):
+        orders = [BlendOrder(weights.tolist(), 25_000, IndexCache(tmp_path)) for _ in range(2)]
+        assert [orders[1][24_999], *entries(orders[0])] == [wanted[-1], *wanted]
+        assert len(list(tmp_path.glob("*-given.npy"))) == 2
 
 
 @given(
@@ -315,7 +394,7 @@ def test_each_part_may_have_data_of_its_own(tmp_path: Path) -> None:
     # All ten documents, and not those that a split would leave.
     assert {int(parts.valid[sample][0]) for sample in range(10)} == {2}
     assert isinstance(parts.valid, GPTDataset)
-    assert sorted(parts.valid.document_index) == list(range(10))
+    assert sorted(parts.valid.order(0).documents) == list(range(10))
     with pytest.raises(DataError, match="--test-data-path is needed for testing of 3 samples: give it"):
         build_datasets(data, seq_length=8, num_samples=(40, 10, 3), seed=1)
 
@@ -328,13 +407,14 @@ def test_exactly_so_many_epochs(tmp_path: Path, epochs: int) -> None:
     parts = build_datasets(data, seq_length=8, num_samples=(3, 3, 0), seed=1)
     assert isinstance(parts.train, GPTDataset)
     assert isinstance(parts.valid, GPTDataset)
-    assert (len(parts.train), len(parts.train.document_index)) == (available, 5 * epochs)
+    assert (len(parts.train), parts.train.epoch_of(available - 1)) == (available, epochs - 1)
     assert len(parts.valid) == 3
     build_datasets(data, seq_length=8, num_samples=(available, 0, 0), seed=1)
     with pytest.raises(DataError, match=rf"makes {available} samples of .*/a and the run takes {available + 1}: raise"):
         build_datasets(data, seq_length=8, num_samples=(available + 1, 0, 0), seed=1)
 
 
+@pytest.mark.usefixtures("stores_all")
 def test_an_index_is_cached_in_the_folder_of_the_data_if_that_can_be_written(tmp_path: Path) -> None:
     def samples() -> list[list[int]]:
         train = build_datasets(DataConfig(data_path=(a,)), seq_length=8, num_samples=(9, 0, 0), seed=1).train
@@ -427,7 +507,7 @@ def test_a_blend_of_one_epoch_is_megatrons_sample_for_sample(tmp_path: Path) -> 
         wanted,
         config,
     )
-    assert [int(number) for number in ours.dataset_index] == theirs.dataset_index.tolist()
+    assert [dataset for dataset, _ in entries(ours.order)] == theirs.dataset_index.tolist()
     for sample in range(wanted):
         assert ours[sample][:-1].tolist() == theirs[sample]["tokens"].tolist()
         assert ours[sample][1:].tolist() == theirs[sample]["labels"].tolist()

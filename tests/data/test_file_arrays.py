@@ -1,5 +1,6 @@
 """Arrays kept on disk: found again, never half there, computed once, and rewritten where damaged."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.data import file_arrays
-from megatron_terapipe.data.file_arrays import Arrays, FileColumn, IndexCache
+from megatron_terapipe.data.file_arrays import Arrays, FileColumn, IndexCache, ReadFile
 from megatron_terapipe.errors import DataError
 from tests.hostile_files import hostile_array
 
@@ -206,3 +207,36 @@ def test_of_many_processes_at_once_each_array_is_computed_by_one(tmp_path: Path)
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
     assert not list((tmp_path / "cache").glob("*.partial"))
     assert [len(list(tmp_path.glob(f"computed-{size}-by-*"))) for size in range(3)] == [1, 1, 1]
+
+
+def test_few_files_stay_open_and_the_others_are_the_same_when_they_are_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_arrays, "_MOST_OPEN", 6)
+    kept = file_arrays._OpenFiles()
+    monkeypatch.setattr(file_arrays, "_open_files", lambda: kept)
+    before = len(os.listdir("/proc/self/fd"))
+    paths = [tmp_path / str(number) for number in range(9)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 8)
+    files = [ReadFile(path) for path in paths]
+    for _ in range(2):
+        assert [file.read(4, 1)[0] for file in files] == list(range(9))
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+    for path in (paths[0], paths[8]):
+        path.unlink()
+        path.write_bytes(bytes(9))
+    assert files[8].read(0, 1) == b"\x08"  # It is open.
+    with pytest.raises(DataError, match=r"/0 has been written since it was first opened: bring back the file that"):
+        files[0].read(0, 1)
+    del files
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_many_open_files_are_one_line_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(DataError, match=r"\(Too many open files\): raise the limit of this process, `ulimit -n`"):
+        ReadFile(tmp_path / "any")

@@ -13,7 +13,7 @@ from tests.end_to_end.launching import Launch, flags, num_metrics
 from tests.faults.campaign import Outcome, Settings, ending
 
 _ITERATIONS = 4000
-_DOCUMENTS = 300
+_DOCUMENTS = 1 << 16  # The order of fewer is not stored.
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
