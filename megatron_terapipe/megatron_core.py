@@ -7,6 +7,7 @@ layer are the first. In a copy of the spec it replaces
     bias-dropout-add     by one whose masks depend only on the position, as the trainer's own
     torch's norms        by themselves with sequence parallelism, which megatron-core leaves to other norms
 
+lets schedules defer the weight gradients of megatron-core's own linear layers, where a product and no exchange is left,
 and gives each `TransformerLayer` the rotary embeddings of the positions of the token slice. Tensors are [B, N, hidden]
 between pipeline layers and [N, B, hidden] within megatron-core's, mostly without a copy.
 
@@ -29,7 +30,12 @@ from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
@@ -42,6 +48,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed_ext.runtime.gradients.weight_gradients import linear
 from deepspeed_ext.runtime.state.sequence_state import Past
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.embedding import AT_AN_END
@@ -282,6 +289,22 @@ class PipelineLayer(nn.Module):
         )
 
 
+def _defer_products(module: nn.Module) -> None:
+    """Let schedules defer the weight gradients of megatron-core's own linear layers."""
+    for each in module.modules():
+        if isinstance(each, ColumnParallelLinear | RowParallelLinear):
+            each._forward_impl = partial(_product, each._forward_impl)
+
+
+def _product(
+    theirs: Callable[..., Tensor], *, input: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any
+) -> Tensor:
+    """Return inputs @ weight.T + bias, by megatron-core where its backward exchanges gradients with other ranks."""
+    if settings["allreduce_dgrad"] or settings["sequence_parallel"]:
+        return theirs(input=input, weight=weight, bias=bias, **settings)
+    return linear(input, weight, bias)
+
+
 def _without_extra_states(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     for name in [name for name in state if name.endswith("_extra_state")]:
         del state[name]
@@ -304,6 +327,7 @@ class Words(PipelineLayer):
         )
         setattr(self.word_embeddings.weight, AT_AN_END, True)
         self.output_layer = self.output_layer_of(vocab_size, skip_weight_param_allocation=True)
+        _defer_products(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the hidden states of token ids [B, N]."""
@@ -360,6 +384,7 @@ class Layer(PipelineLayer):
         parts = _with_norms(parts, self_attention=replace(attention, submodules=within), **added)
         spec = replace(spec, submodules=parts)
         self.layer = build_module(spec, config=self.config, layer_number=number + 1, pg_collection=self.groups)
+        _defer_products(self)
         own = self.layer.self_attention
         if self.config.multi_latent_attention:
             own.rotary_pos_emb = SliceRotary(own.rotary_pos_emb, self.view)
@@ -421,6 +446,7 @@ class Output(PipelineLayer):
     def __init__(self, shared: Shared, vocab_size: int) -> None:
         super().__init__(shared)
         self.output_layer = self.output_layer_of(vocab_size)
+        _defer_products(self)
         setattr(self.output_layer.weight, AT_AN_END, True)
 
     def forward(self, hidden: Tensor) -> Tensor:

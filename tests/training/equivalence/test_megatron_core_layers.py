@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime import executor
 from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.gradients.weight_gradients import compute
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -215,10 +218,18 @@ def in_token_slices(setup: Setup) -> Found:
         optimizer=adam(module.parameters()),
         check_token_slices=not setup.sequence_parallel,
     )
-    losses, norms = [], []
-    for step in range(setup.updates):
-        losses.append(engine.train_batch(iter(samples(step).split(MICRO))).item())
-        norms.append(float(engine.get_global_grad_norm()))
+    losses, norms, deferred = [], [], []
+
+    def counted(products: list[Any]) -> None:
+        deferred.append(len(products))
+        compute(products)
+
+    with patch.object(executor, "compute", counted):
+        for step in range(setup.updates):
+            losses.append(engine.train_batch(iter(samples(step).split(MICRO))).item())
+            norms.append(float(engine.get_global_grad_norm()))
+    # Four products of each of the two layers of a stage.
+    assert setup.schedule != "zero-bubble" or max(deferred) >= 8
     return losses, norms
 
 
