@@ -15,6 +15,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.nn import functional as F
 
+from deepspeed_ext.runtime.attention.recurrences import causal_convolution
 from megatron_terapipe.training.pretrain import pretrain
 
 
@@ -33,20 +34,22 @@ class Attention(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A causal convolution beside a residual; `past` has the last inputs of the token slice before."""
+    """A causal convolution of each channel beside a residual; `past` has the inputs of earlier token slices."""
 
     def __init__(self, hidden, width):
         super().__init__()
-        self.before, self.norm = width - 1, nn.LayerNorm(hidden)
-        self.convolution, self.out = nn.Conv1d(hidden, hidden, width, groups=hidden), nn.Linear(hidden, hidden)
+        self.norm, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, hidden)
+        self.weight = nn.Parameter(torch.randn(hidden, width) / width**0.5)
 
     def forward(self, hidden, past):
         """Return the output [rows, tokens, hidden] of a token slice."""
-        inputs = self.norm(hidden)
-        before = past.carried("inputs", inputs.new_zeros(len(inputs), self.before, inputs.shape[2]))
-        inputs = torch.cat((before, inputs), dim=1)
-        past.carry("inputs", inputs[:, -self.before :])
-        return hidden + self.out(F.gelu(self.convolution(inputs.transpose(1, 2)).transpose(1, 2)))
+        # Sequence-parallel ranks have some of its tokens each, and for these lines all tokens of some channels.
+        inputs = past.all_tokens(self.norm(hidden).unsqueeze(3))[0].squeeze(3)
+        weight = past.own_heads(self.weight)
+        before = past.carried("inputs", inputs.new_zeros(len(inputs), weight.shape[1] - 1, len(weight)))
+        outputs, last = causal_convolution(inputs, weight, before, past.begins(inputs.device))
+        past.carry("inputs", last)
+        return hidden + self.out(F.gelu(past.own_tokens(outputs.unsqueeze(3)).squeeze(3)))
 
 
 def layers(config, ranks):

@@ -57,17 +57,18 @@ def run_programs(programs: list[str], folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of both examples in token slices on two stages, then on one process; one of them resumed there."""
+    """Runs of both examples on two stages and on one process; one resumed on two sequence-parallel ranks."""
     folder = tmp_path_factory.mktemp("trained")
     model_of("gpt2", **SETTINGS["gpt2"]).save_pretrained(folder / "model")
     both = {"own": OWN, "transformers": TRANSFORMERS}
     for name, program in both.items():
         sliced = f"{program} {SLICED} --save {name} --metrics-file sliced_{name}.jsonl"
         assert run_distributed(run_programs, 2, [sliced], folder) == [[0], [0]]
-    whole = [f"{program} --metrics-file whole_{name}.jsonl" for name, program in both.items()]
     loaded = "--load own --load-tag global_step2 --metrics-file resumed_own.jsonl"
-    whole.append(f"{OWN} --num-token-slices 2 --zero-stage 0 {loaded}")
-    assert run_distributed(run_programs, 1, whole, folder) == [[0, 0, 0]]
+    resumed = f"{OWN} --context-parallel-size 2 --token-slices 10,14 --zero-stage 0 {loaded}"
+    assert run_distributed(run_programs, 2, [resumed], folder) == [[0], [0]]
+    whole = [f"{program} --metrics-file whole_{name}.jsonl" for name, program in both.items()]
+    assert run_distributed(run_programs, 1, whole, folder) == [[0, 0]]
     return folder
 
 
