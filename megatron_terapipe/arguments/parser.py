@@ -207,6 +207,7 @@ def read_command_line(
         if both:
             raise ConfigError(f"{both[0]} of the program is a flag of the trainer: give it another name")
         known |= dict.fromkeys(own._option_string_actions)
+        words = [word if word.partition("=")[0] in own._option_string_actions else _with_dashes(word) for word in words]
         line.given["own"], words = own.parse_known_args(words)
     words = [_with_dashes(word) for word in words]
     _check_flags(words, known)

@@ -298,11 +298,18 @@ def test_the_default_loss_takes_logits() -> None:
         gpt_loss(logits[..., 0], (targets, mask))
 
 
+def _other_flags(parser: ArgumentParser) -> None:
+    for name in ("--max-shift", "--kept_name"):
+        parser.add_argument(name, type=int)
+
+
 def test_flags_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     read = partial(read_arguments, program="mine.py", own_flags=flags, has_own_data=True)
     config = read(f"{REQUIRED} --shift -2".split()).config
     assert (config.own, config.data.tokenizer_type) == (Namespace(shift=-2), "NullTokenizer")
     assert parse_arguments(f"{REQUIRED} --mock-data".split()).own == Namespace()
+    with_underscores = read(f"{REQUIRED} --max_shift 3 --kept_name 1".split(), own_flags=_other_flags).config.own
+    assert with_underscores == Namespace(max_shift=3, kept_name=1)
     for words, named in (
         ("--shift x", "--shift invalid int value: 'x'"),
         ("--shif 2", "--shif is not a flag: did you mean --shift?"),
