@@ -11,10 +11,23 @@ Flags describe the model and the data (`--help all`). For others give functions 
 `megatron_terapipe/training/pretrain.py`, in this order: parse, prepare, build, train.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_terapipe.training.pretrain import gpt_layers, pretrain
+
+def _end_before_the_run(*_: object) -> None:
+    """Report Ctrl-C while modules are imported, which would end with a traceback."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and "TERAPIPE_SAVE" not in os.environ:
+        os.write(2, b"interrupted: the run had not begun: give the same command again\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _end_before_the_run)
+
+from megatron_terapipe.training.pretrain import gpt_layers, pretrain  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,4 +36,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

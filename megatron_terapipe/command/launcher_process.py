@@ -9,11 +9,14 @@ ranks of this host. DeepSpeed's launchers would kill ranks that are still saving
 
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
+from functools import partial
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 from deepspeed_ext.plan.terminal import INTERRUPTED
 
@@ -40,11 +43,12 @@ def quietly(launch: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         # A second Ctrl-C reaches the launchers of the hosts, too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _end_without_ranks()
         if not (all_end := _children_end(_TOGETHER_S)):
             _pass_on(signal.SIGINT, None)
             all_end = _children_end(ENDS_IN_S)
-        ended = "has ended" if all_end else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
-        print(f"interrupted: the run {ended}", file=sys.stderr, flush=True)
+        ended = _remedy() if all_end else f"the run has not ended within {ENDS_IN_S:.0f} s: look for its processes"
+        print(f"interrupted: {ended}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
 
@@ -60,6 +64,23 @@ def _pass_on(number: int, _: FrameType | None) -> None:
     if not ranks and number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _end_without_ranks() -> None:
+    """End the launcher of this host if it has no ranks yet: while it loads torch, it ignores Ctrl-C (`_start`)."""
+    from deepspeed_ext.runtime.health.processes import launched_here
+
+    launchers, ranks = launched_here()
+    for process in () if ranks else launchers:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+
+
+def _remedy() -> str:
+    from megatron_terapipe.training.end_of_run import LAUNCHER_REPORTS, remedy
+
+    save = os.environ.get(LAUNCHER_REPORTS)
+    return "the run has ended" if save is None else remedy(save or None)
 
 
 def _children_end(seconds: float) -> bool:
@@ -78,7 +99,15 @@ def _launch() -> None:
     # Imported here: it takes seconds, in which Ctrl-C must not print a traceback either.
     from deepspeed.launcher import runner
 
+    vars(runner)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _start})
     runner.main()
+
+
+def _start(command: Sequence[str], **settings: Any) -> "subprocess.Popen[bytes]":
+    """Start a program of DeepSpeed's command; its launcher of this host handles Ctrl-C once torch is loaded."""
+    if "deepspeed.launcher.launch" in command:
+        settings["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return subprocess.Popen(command, **settings)
 
 
 if __name__ == "__main__":

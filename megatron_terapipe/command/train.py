@@ -214,9 +214,12 @@ def _run(words: list[str], prog: str) -> int:
     if is_launched(launching, os.environ):
         return _train(training)
     command = launch_command(launching, training)
+    from megatron_terapipe.training.end_of_run import LAUNCHER_REPORTS
+
+    variables = launch_variables(launching, os.environ) | {LAUNCHER_REPORTS: str(given.get("save") or "")}
     sys.stdout.flush()
     # In place of this process: signals reach the launcher, and its exit code is that of the command.
-    os.execve(command[0], command, launch_variables(launching, os.environ))  # noqa: S606 - no shell is wanted
+    os.execve(command[0], command, variables)  # noqa: S606 - no shell is wanted
 
 
 def _train(words: Sequence[str]) -> int:

@@ -6,7 +6,8 @@
     user error that all ranks raise (`AGREED`)               rank 0                             2
     user error of one rank, once there is a process group    that rank                          2
     another rank is lost                                     its watch (`rank_watch.py`)        `LOST`
-    Ctrl-C                                                   first rank of each host            130
+    Ctrl-C                                                   first rank of each host, or        130
+                                                             `terapipe train` on this host
 
 Before the process group exists, all ranks of a host read the same flags and files, and have the same error. The
 name of a file that is too long is an error of the user, wherever it is found. Other exceptions are failures of the
@@ -18,16 +19,21 @@ so a restarted run loads the latter (`after_restart`).
 """
 
 import errno
+import math
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from ctypes import CDLL
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import BAD_INPUT, INTERRUPTED
@@ -36,6 +42,13 @@ from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError
 from megatron_terapipe.checkpoint.directories import latest_checkpoint, names_model_folder
 from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError, ConfigError, NumbersError, SearchError
+
+LAUNCHER_REPORTS = "TERAPIPE_SAVE"
+"""Variable with the directory of `--save`, perhaps empty, where `terapipe train` reports Ctrl-C itself."""
+
+
+_IMPATIENT_S = 5.0
+"""Seconds after Ctrl-C in which another one is ignored."""
 
 
 class LostRank(Exception):
@@ -54,8 +67,9 @@ class EndOfRun:
         """Exit code, once the run has ended."""
         self.launch = _launch()
         """Place of this rank, which decides whether it reports."""
-        self.save: str | None = None
-        """Directory of the checkpoints, for the remedy of a run that is interrupted."""
+        self.remedy: Callable[[], str] = lambda: "the run had not begun: give the same command again"
+        """Called for the remedy of a run that is interrupted."""
+        self._interrupted_at = -math.inf
         self.in_process_group = False
         """Whether this rank may be the only one with an error."""
         self.after_report = ExitStack()
@@ -64,12 +78,23 @@ class EndOfRun:
         """Called with the reason where another rank is lost."""
 
     def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> Any:
+        """Raise `KeyboardInterrupt`; not again within seconds, during the cleanup that it begins."""
+        last, self._interrupted_at = self._interrupted_at, time.monotonic()
+        if self._interrupted_at - last > _IMPATIENT_S:
+            signal.default_int_handler(number, frame)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Report the error, if this rank is the one to do so; return whether it is handled."""
+        if self._before is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
         first_of_host = self.launch.local_rank == 0
         match error:
             case LostRank():
@@ -86,7 +111,7 @@ class EndOfRun:
                 reports = self.launch.rank == 0 if isinstance(error, AGREED) else first_of_host or alone
                 self._end(BAD_INPUT, f"error: {line}" if reports else "")
             case KeyboardInterrupt():
-                self._end(INTERRUPTED, f"interrupted: {remedy(self.save)}" if first_of_host else "")
+                self._end(INTERRUPTED, f"interrupted: {self.remedy()}" if prints_ctrl_c(self.launch) else "")
         self.after_report.close()
         return self.code != 0
 
@@ -94,6 +119,11 @@ class EndOfRun:
         self.code = code
         if line:
             print(line, file=sys.stderr, flush=True)
+
+
+def prints_ctrl_c(launch: LaunchEnvironment) -> bool:
+    """Return whether this rank prints the line for Ctrl-C: one of each host, unless `terapipe train` prints it."""
+    return launch.local_rank == 0 and LAUNCHER_REPORTS not in os.environ
 
 
 def _launch() -> LaunchEnvironment:
@@ -118,7 +148,8 @@ def watch_over(
     if torch := sys.modules.get("torch"):  # Programs of the user's own import it first: c10::initLogging() reads again.
         with suppress(OSError, AttributeError):
             CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
-    return watch_rank(launch, remedy=lambda: remedy(config.checkpoint.save), ending=ending)
+    how = partial(remedy, config.checkpoint.save)
+    return watch_rank(launch, remedy=how, ending=ending, prints_ctrl_c=prints_ctrl_c(launch))
 
 
 def remedy(save: str | None) -> str:

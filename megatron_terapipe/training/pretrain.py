@@ -23,7 +23,7 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.planning import checked_layout, stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
-from megatron_terapipe.training.end_of_run import EndOfRun, after_restart, watch_over
+from megatron_terapipe.training.end_of_run import EndOfRun, after_restart, remedy, watch_over
 from megatron_terapipe.training.first_rank import FirstRank
 from megatron_terapipe.training.trained_model import Datasets, Layers, Loss, TrainedModel, gpt_layers
 
@@ -64,7 +64,7 @@ def pretrain(
             own_flags=flags,
             has_own_data=datasets is not None,
         )
-        end.save = arguments.config.checkpoint.save
+        end.remedy = partial(remedy, arguments.config.checkpoint.save)
         config = replace(arguments.config, checkpoint=after_restart(arguments.config.checkpoint))
         end.launch = launch = _launch(config)
         trained.check(config)
@@ -98,8 +98,8 @@ def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: E
         run = prepare(config, launch, first_rank.ask(config), trained, partial(_measure, trained))
 
         def hold_saves() -> None:
-            if first and end.save is not None and not config.training.skip_train:
-                end.after_report.enter_context(only_run_in(end.save))
+            if first and config.checkpoint.save is not None and not config.training.skip_train:
+                end.after_report.enter_context(only_run_in(config.checkpoint.save))
 
         # On several hosts only when all ranks can receive the error.
         if on_one_host:

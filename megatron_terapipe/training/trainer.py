@@ -23,6 +23,7 @@ from torch import Tensor
 
 from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.health.rank_watch import CTRL_C
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning
 from megatron_terapipe.config import Config, ModelConfig
@@ -333,7 +334,7 @@ class Trainer:
         """Report the reason of the end; an exception is raised further."""
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         if interrupted:
-            reason = "interrupted by Ctrl-C"
+            reason = CTRL_C
         else:
             reason = self._exit_reason if kind is None else " ".join(str(error).split()) or kind.__name__
         failed = kind is not None and not interrupted

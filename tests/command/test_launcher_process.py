@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_terapipe.checkpoint.directories import LATEST
 from megatron_terapipe.command.launcher_process import quietly
+from megatron_terapipe.training.end_of_run import LAUNCHER_REPORTS
 from tests.architecture.sources import ROOT
 
 # A child that takes its time to end, as the launcher of a host does.
@@ -34,7 +36,7 @@ sys.exit(quietly(lambda: subprocess.Popen([sys.executable, "-c", sys.argv[1], sy
 def _started(words: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         words,
-        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -44,11 +46,27 @@ def _started(words: list[str]) -> "subprocess.Popen[str]":
     )
 
 
-def test_ctrl_c_is_one_line_after_the_end_of_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("save", "line"),
+    [
+        (None, "the run has ended"),
+        ("saved", "resume with --load saved, from global_step7"),
+    ],
+)
+def test_ctrl_c_is_one_line_after_the_end_of_all(
+    save: str | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by `terapipe train`, it names the checkpoint: ranks may not have begun."""
+    monkeypatch.chdir(tmp_path)
+    if save is not None:
+        monkeypatch.setenv(LAUNCHER_REPORTS, save)
+    if save:
+        (tmp_path / save / "global_step7").mkdir(parents=True)
+        (tmp_path / save / LATEST).write_text("global_step7")
     process = _started([sys.executable, "-c", LAUNCH, CHILD, str(tmp_path / "child")])
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "interrupted: the run has ended\n"
+    assert process.communicate(timeout=60)[1] == f"interrupted: {line}\n"
     assert process.returncode == 130
     assert (tmp_path / "child").read_text() == "ended"
 

@@ -1,5 +1,6 @@
 """Which rank reports how a run ends, its exit code, and the checkpoint of a run that torchrun may start again."""
 
+import signal
 from dataclasses import replace
 from errno import ENAMETOOLONG
 from pathlib import Path
@@ -13,13 +14,13 @@ from megatron_terapipe.checkpoint.directories import LATEST
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, NumbersError, SearchError
-from megatron_terapipe.training.end_of_run import EndOfRun, LostRank, after_restart
+from megatron_terapipe.training.end_of_run import LAUNCHER_REPORTS, EndOfRun, LostRank, after_restart
 
 BEFORE, INSIDE = False, True
 """The process group."""
 
 TOO_LONG = "error: x is longer than the name of a file may be\n"
-LINE, INTERRUPTED = "error: wrong\n", "interrupted: no checkpoint was saved, so start again\n"
+LINE, INTERRUPTED = "error: wrong\n", "interrupted: the run had not begun: give the same command again\n"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,22 @@ def test_ends(
         assert end.code == code
         # What follows the report follows it, and a rank that has lost another one leaves at once.
         assert called == (["rank 1 died"] if code == LOST else [line])
+
+
+@pytest.mark.parametrize("by_launcher", [False, True])
+def test_a_second_ctrl_c_is_ignored(
+    by_launcher: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if by_launcher:
+        monkeypatch.setenv(LAUNCHER_REPORTS, "save")
+    with EndOfRun() as end:
+        end.remedy = lambda: "REMEDY"
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+    assert end.code == 130 and capsys.readouterr().err == ("" if by_launcher else "interrupted: REMEDY\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_failure_of_the_program_passes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,6 +199,9 @@ TERMINATED = 128 + signal.SIGTERM
 LOST = 1
 """Exit code of a rank that ends because another one has died."""
 
+CTRL_C = "interrupted by Ctrl-C"
+"""Reason of the end of such a run."""
+
 
 class RankWatch:
     """The thread that watches one rank. Enter and leave it in the main thread.
@@ -211,6 +214,7 @@ class RankWatch:
         leave: ends the process with an exit code, at once.
         ending: called with the reason for which the run ends, and whether that is a failure, before this rank leaves at
             once: on the first rank, and on one that prints the line.
+        prints_ctrl_c: whether this rank prints the line for Ctrl-C, where its main thread cannot.
     """
 
     def __init__(
@@ -225,8 +229,10 @@ class RankWatch:
         report: Callable[[str], object] = lambda line: os.write(2, f"{line}\n".encode()),
         leave: Callable[[int], object] = os._exit,
         ending: Callable[[str, bool], object] = lambda reason, failed: None,
+        prints_ctrl_c: bool = True,
     ) -> None:
         self.place, self.remedy = place, remedy
+        self._prints_ctrl_c = prints_ctrl_c
         self._launch, self._host, self._report, self._leave = launch, host, report, leave
         self.ending, self._orphan = ending, orphan
         self.reports_end = place.rank == 0
@@ -364,6 +370,10 @@ class RankWatch:
                 return
 
     def _launcher_ended(self, launcher: Ancestor | None) -> None:
+        if self._interrupted:
+            self._mark(RankMark.ENDING)
+            self._leave_interrupted()
+            return
         first = self.place.local_rank == 0
         process = "" if launcher is None else f", process {launcher.pid}"
         name = "the launcher" if launcher is None else f"the launcher {launcher.program}"
@@ -414,7 +424,7 @@ class RankWatch:
             time.sleep(_LOOK_FOR_RANKS_S)  # A SIGINT before it may still be unread.
             if self._interrupted:
                 # Printed by the main thread, unless it is in a call that never returns.
-                _after(_PATIENCE_S, self._leave, TERMINATED)
+                _after(_PATIENCE_S, self._leave_interrupted)
                 return
             name = _name(self.place.rank, os.getpid())
             loss = Lost(f"{name} received SIGTERM, directly or from its launcher", printed=first)
@@ -424,6 +434,13 @@ class RankWatch:
             if self._news is not None and (first or self.place.local_rank == 0):
                 self._news.send(loss)
             self._leave_after_report("terminated by SIGTERM", TERMINATED, failed=False)
+
+    def _leave_interrupted(self) -> None:
+        """Report Ctrl-C in place of the main thread, and exit."""
+        if self._prints_ctrl_c:
+            with suppress(OSError):
+                self._report(f"interrupted: {self.remedy()}")
+        self._leave_after_report(CTRL_C, TERMINATED, failed=False)
 
     def _is_first_to_end(self) -> bool:
         """Whether no other rank of the host has ended, or is about to: launchers end all once one has."""
@@ -468,8 +485,9 @@ def watch_rank(
     *,
     remedy: Callable[[], str],
     ending: Callable[[str, bool], object] = lambda reason, failed: None,
+    prints_ctrl_c: bool = True,
 ) -> RankWatch:
-    """The watch of this rank, as its launcher started it; `remedy` and `ending` as in `RankWatch`."""
+    """The watch of this rank, as its launcher started it; arguments as in `RankWatch`."""
     launch, attempt = own_launch(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launcher = host_launcher(launch)
     return RankWatch(
@@ -480,4 +498,5 @@ def watch_rank(
         orphan=is_orphan(launch),
         remedy=remedy,
         ending=ending,
+        prints_ctrl_c=prints_ctrl_c,
     )

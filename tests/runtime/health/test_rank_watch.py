@@ -183,7 +183,20 @@ def test_sigterm_after_ctrl_c_leaves_the_line_to_the_main_thread(
     with rank.watch as watch:
         watch._waking.send(bytes([signal.SIGINT, signal.SIGTERM]))
         assert rank.left() == TERMINATED, "it hangs"
-    assert rank.lines == []
+    assert rank.lines == ["interrupted: REMEDY"], "in its place"
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_the_end_of_a_launcher_by_ctrl_c_is_not_an_error(tmp_path: Path, prints: bool) -> None:
+    with sleeper() as process:
+        launch = (Ancestor(process.pid, ("deepspeed",), start_of(process.pid)),)
+        rank = Rank(tmp_path, launch=launch, prints_ctrl_c=prints)
+        with rank.watch as watch:
+            watch._waking.send(bytes([signal.SIGINT]))
+            process.kill()
+            process.wait()
+            assert rank.left() == TERMINATED
+    assert rank.lines == ["interrupted: REMEDY"] * prints
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
