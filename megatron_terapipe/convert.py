@@ -43,6 +43,8 @@ class Converted:
     """Directory that was read."""
     tokenizer_files: tuple[str, ...] = ()
     """Files of the tokenizer that `to-huggingface` wrote."""
+    remarks: tuple[str, ...] = ()
+    """What `to-huggingface` could not write, and the versions of transformers that read it, a sentence each."""
 
 
 def _run(options: argparse.Namespace, prog: str) -> int:
@@ -143,7 +145,7 @@ def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLin
     from megatron_terapipe.checkpoint.directories import existing_checkpoint
 
     directory = existing_checkpoint(options.load, options.load_tag)
-    tokenizer = export_checkpoint(
+    tokenizer, remarks = export_checkpoint(
         directory,
         output,
         family=options.family,
@@ -152,8 +154,9 @@ def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLin
         progress=line.part("writing the model"),
     )
     known = f"with {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
-    written = Converted(output=str(output), source=str(directory), tokenizer_files=tuple(tokenizer))
-    return written, f"wrote {output} from {directory}, {known}"
+    lines = [f"wrote {output} from {directory}, {known}", *(f"note: {each}" for each in remarks)]
+    paths = {"output": str(output), "source": str(directory)}
+    return Converted(**paths, tokenizer_files=tuple(tokenizer), remarks=tuple(remarks)), "\n".join(lines)
 
 
 def _eod(directory: Path) -> int | None:

@@ -29,6 +29,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.config.options import one_of
 from megatron_terapipe.errors import ConfigError, NumbersError
+from megatron_terapipe.huggingface.export_checks import Fingerprints, check_export, fingerprinted
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_model
 from megatron_terapipe.huggingface.folder_weights import (
@@ -160,8 +161,10 @@ def export_checkpoint(
     dtype: str | None = None,
     eod: int | None = None,
     progress: Progress = no_progress,
-) -> list[str]:
-    """Write a checkpoint as a model of Hugging Face, and return the names of the files of its tokenizer.
+) -> tuple[list[str], list[str]]:
+    """Write a checkpoint as a model of Hugging Face, and read it back.
+
+    Returns the names of the files of its tokenizer, and what its user must know, a sentence each.
 
     Args:
         family: name of the family to write it as; None for the one that it was imported from, or else for the first
@@ -174,7 +177,8 @@ def export_checkpoint(
     chosen = _chosen_family(model, family, info.family)
     layers = _verified_layers(directory, info, model, dtype, progress)
     output.mkdir(parents=True, exist_ok=True)
-    tensors = (each for index, layer in layers for each in split_layer(rules_of(model, chosen, index), layer).items())
+    written: Fingerprints = {}
+    tensors = fingerprinted(_split_layers(model, chosen, layers), written)
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors))
     # Null where it is unknown: the default of a family may not be in the vocabulary.
@@ -182,7 +186,32 @@ def export_checkpoint(
     settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
     _write_json(output / "config.json", settings | {"torch_dtype": settings["dtype"]})
     _write_json(output / "generation_config.json", ends | {"_from_model_config": True})
-    return export_tokenizer(info.tokenizer, output)
+    remarks = [*_remarks(model, chosen), *check_export(output, written)]
+    return export_tokenizer(info.tokenizer, output), remarks
+
+
+def _split_layers(
+    model: ModelConfig, family: Family, layers: Iterable[tuple[int, dict[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors [...] of layers by name; where a family ties none, also a copy of the embedding."""
+    names = family.names(model)
+    for index, layer in layers:
+        split = split_layer(rules_of(model, family, index), layer)
+        yield from split.items()
+        if index == 0 and model != family.written(model):
+            yield f"{names.output}.weight", split[f"{names.prefix}{names.words}.weight"].clone()
+
+
+def _remarks(model: ModelConfig, family: Family) -> Iterator[str]:
+    """Yield what an export cannot carry, and the versions that read it."""
+    if model != family.written(model):
+        yield f"{family.name} ties no weights: the output layer is a copy of the embedding, and training parts them"
+    if model.moe_expert_capacity_factor is not None:
+        yield (
+            f"--moe-expert-capacity-factor {model.moe_expert_capacity_factor:g} is not in the export: it drops no "
+            "tokens, and its logits differ where training drops some"
+        )
+    yield from family.remarks(model)
 
 
 def _chosen_family(model: ModelConfig, requested: str | None, origin: str | None) -> Family:

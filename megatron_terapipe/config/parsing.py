@@ -17,9 +17,9 @@ from deepspeed_ext.plan.text_files import MOST_LEVELS, check_values, read_text
 from megatron_terapipe.errors import ConfigError
 
 
-def read_json(path: str, flag: str, *, unbounded: bool = False) -> object:
+def read_json(path: str, flag: str, *, infinite: bool = False, unbounded: bool = False) -> object:
     """Read a JSON file."""
-    return parse_json(read_text(path, flag), f"{flag} {path}".lstrip(), unbounded=unbounded)
+    return parse_json(read_text(path, flag), f"{flag} {path}".lstrip(), infinite=infinite, unbounded=unbounded)
 
 
 def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:

@@ -12,8 +12,10 @@ from megatron_terapipe.checkpoint.conversion import export_checkpoint, import_mo
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
+from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.huggingface.export_checks import Fingerprints, check_export, fingerprinted
 from megatron_terapipe.inference import WholeModel
-from tests.huggingface.models import GEMMA2, MODELS, logits, save, whole_model
+from tests.huggingface.models import COMMON, GEMMA2, MODELS, logits, save, whole_model
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -193,9 +195,37 @@ def test_the_first_gpt2_was_published_without_prefix_and_with_masks(tmp_path: Pa
         assert torch.equal(found[name][:rows], weight[:rows])
 
 
+HYBRID = ModelConfig(
+    **COMMON | {"num_layers": 4, "num_key_value_heads": 2, "normalization": "rmsnorm", "disable_bias_linear": True},
+    **{"position_embedding_type": "none", "hybrid_layer_pattern": "M-A-", "activation": "squared-relu"},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6},
+)
+
+
+def test_what_transformers_would_not_load_as_it_was_trained_is_refused(tmp_path: Path) -> None:
+    """As tied embeddings, of which the class knows nothing, and values that are not the written ones."""
+    save(whole_model(HYBRID), HYBRID, tmp_path / "ours")
+    _, remarks = export_checkpoint(tmp_path / "ours" / "global_step7", tmp_path / "theirs")
+    assert [each[:48] for each in remarks] == [
+        "nemotron_h ties no weights: the output layer is ",
+        "read it with transformers 5.10 or newer",
+    ]
+    written: Fingerprints = {}
+    path, config = tmp_path / "theirs" / "model.safetensors", tmp_path / "theirs" / "config.json"
+    tensors = dict(fingerprinted(load_file(path).items(), written))
+    assert not check_export(tmp_path / "theirs", written)
+    with pytest.raises(CheckpointError, match=r"has other values in lm_head\.weight than were written"):
+        check_export(tmp_path / "theirs", {**written, "lm_head.weight": (torch.float32, 0)})
+    save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, path, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"would not load what was trained: its Nemotron.* differ in lm_head\.w"):
+        check_export(tmp_path / "theirs", written)
+
+
 @pytest.mark.parametrize(
     ("model", "key", "value"),
     [
+        (HYBRID, "tie_word_embeddings", False),
         (GEMMA2, "sliding_window", 40),
         (replace(GEMMA2, softmax_scale=0.2236068), "query_pre_attn_scalar", 20),
         *(
@@ -208,7 +238,8 @@ def test_the_first_gpt2_was_published_without_prefix_and_with_masks(tmp_path: Pa
     ],
 )
 def test_what_transformers_must_have_is_written(tmp_path: Path, model: ModelConfig, key: str, value: int) -> None:
-    """A window and a whole divisor of Gemma 2, and with dynamic rotations the positions before scaling."""
+    """An output layer where a class ties none; a window and a whole divisor of Gemma 2; with dynamic rotations the
+    positions before scaling."""
     if model.rotary_percent != 1:
         changes = {"normalization": "layernorm", "activation": "gelu-exact", "disable_bias_linear": False}
         model = replace(model, num_key_value_heads=6, parallel_residual=True, **changes)

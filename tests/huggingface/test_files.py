@@ -76,7 +76,12 @@ def test_the_tokenizer_is_converted(
     theirs = str(tmp_path / "theirs")
     assert main(["to-huggingface", "--load", str(checkpoints), "--output", theirs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == {"output": theirs, "source": str(directory), "tokenizer_files": found["tokenizer_files"]}
+    assert found == {
+        "output": theirs,
+        "source": str(directory),
+        "remarks": [],
+        "tokenizer_files": found["tokenizer_files"],
+    }
     assert {*files} <= {*found["tokenizer_files"]}
     for name in files:
         assert json.loads((tmp_path / "theirs" / name).read_text()) == {"name": name}

@@ -1,7 +1,7 @@
 """A family of models: the meaning of its `config.json`, and the names of its tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import isclose
 from typing import Any
 
@@ -111,6 +111,10 @@ class Family:
     """Names of its tensors, or a function from a model to them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of its keys that transformers reads, by key."""
+    ties: bool = True
+    """Whether its class of transformers can tie the output layer to the embedding; if not, a copy is written."""
+    remarks: Callable[[ModelConfig], Iterable[str]] = lambda model: ()
+    """Versions of transformers that do not read a model of it as this one, a sentence each."""
 
     def fields(self, file: SettingsFile) -> dict[str, Any]:
         """Return the fields of the model section that a `config.json` sets, without the length of sequences."""
@@ -135,9 +139,14 @@ class Family:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the contents of a `config.json`, without settings of sampling."""
         contents: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        model = self.written(model)
         for each in self.settings:
             contents |= each.write(model)
         return contents
+
+    def written(self, model: ModelConfig) -> ModelConfig:
+        """Return a model as it is written: with an output layer of its own if the family ties none."""
+        return model if self.ties else replace(model, untie_embeddings_and_output_weights=True)
 
     def names(self, model: ModelConfig) -> TensorNames:
         """Return the names of the tensors of a model."""
@@ -158,7 +167,7 @@ class Family:
         theirs = dict(_facts(back))
         return [
             f"{_in_words(name, value)}, and {self.owner}{self.name} {_in_words(name, theirs.get(name))}"
-            for name, value in _facts(model)
+            for name, value in _facts(self.written(model))
             if not _equal(value, theirs.get(name))
         ]
 

@@ -190,6 +190,11 @@ GPT_NEOX = Family(
 
 _SIDE_BY_SIDE = always(parallel_residual=True, shared_block_norm=True)
 
+_OUTPUT_BIAS = (
+    always(add_output_bias=True),
+    fixed("tie_word_embeddings", False, reason="an output layer with biases has weights of its own in our models"),
+)
+
 GPTJ = Family(
     name="gptj",
     architecture="GPTJForCausalLM",
@@ -205,7 +210,7 @@ GPTJ = Family(
             lambda model: {"rotary_dim": model.rotary_channels},
         ),
         _SIDE_BY_SIDE,
-        always(add_output_bias=True),
+        *_OUTPUT_BIAS,
         same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
         biases(mlp=True),
         word("activation_function", "activation", UNGATED, "gelu_new"),
@@ -230,7 +235,7 @@ PHI = Family(
         rotations(part=0.5),
         _LAYERNORM,
         _SIDE_BY_SIDE,
-        always(add_output_bias=True),
+        *_OUTPUT_BIAS,
         same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
         biases(qkv=True, projection=True, mlp=True),
         word("hidden_act", "activation", UNGATED, "gelu_new"),

@@ -317,6 +317,11 @@ MAMBA2 = Family(
         ignored("time_step_rank", "time_step_min"),
     ),
     tensors=_HYBRID_TENSORS,
+    remarks=lambda model: (
+        ["read it with transformers 5.23 or newer: versions before have one norm for all groups of B and C"]
+        if model.mamba_num_groups > 1
+        else []
+    ),
 )
 
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
@@ -339,9 +344,9 @@ def _read_pattern(file: SettingsFile, fields: Fields) -> Fields:
 
 
 def _write_pattern(model: ModelConfig) -> Mapping[str, Any]:
-    types = {"M": "linear_attention", "A": "full_attention", "-": "mlp"}
-    pattern = model.hybrid_layer_pattern or "M"
-    return {"layers_block_type": [types.get(each, "mlp") for each in pattern]}
+    # The names of types in a list have changed between versions of transformers; these symbols have not.
+    symbols = {"M": "M", "A": "*"}
+    return {"hybrid_override_pattern": "".join(symbols.get(each, "-") for each in model.hybrid_layer_pattern or "M")}
 
 
 NEMOTRON_H = Family(
@@ -356,7 +361,9 @@ NEMOTRON_H = Family(
         same("ssm_state_size", "mamba_state_dim", COUNT, 128),
         same("mamba_num_heads", "mamba_num_heads", COUNT, 128),
         same("mamba_head_dim", "mamba_head_dim", COUNT, 64),
-        ATTENTION_BIASES,
+        # transformers reads it, and makes no such biases.
+        ignored("attention_bias"),
+        biases(),
         fixed("mlp_bias", False),
         word("mlp_hidden_act", "activation", UNGATED, "relu2"),
         fixed("mamba_hidden_act", "silu"),
@@ -376,6 +383,8 @@ NEMOTRON_H = Family(
         ignored("expand", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
     ),
     tensors=_HYBRID_TENSORS,
+    ties=False,
+    remarks=lambda model: ["read it with transformers 5.10 or newer"],
 )
 
 _DELTA_NETS: tuple[Setting, ...] = (
@@ -400,6 +409,7 @@ _QWEN: dict[str, Any] = {
         unread="mtp.",  # Predictions of the tokens after the next one, which transformers leaves out, too.
     ),
 }
+_QWEN3_5 = {**_QWEN, "remarks": lambda model: ["read it with transformers 5.2 or newer"]}
 
 QWEN3_NEXT = mixture(
     "qwen3_next",
@@ -414,11 +424,11 @@ QWEN3_5_TEXT = llama_like(
     *("qwen3_5_text", "Qwen3_5ForCausalLM", *_DELTA_NETS),
     key_heads=4,
     defaults=(248320, 32768, 4096, 12288, 32, 16),
-    **_QWEN,
+    **_QWEN3_5,
 )
 QWEN3_5_MOE_TEXT = mixture(
     *("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", ("num_experts", 256, 8), *_WITH_EXPERTS),
     key_heads=2,
     defaults=(248320, 32768, 2048, 11008, 40, 16),
-    **_QWEN,
+    **_QWEN3_5,
 )

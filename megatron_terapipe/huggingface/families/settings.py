@@ -65,7 +65,8 @@ class SettingsFile:
     def read(cls, path: str | Path, flag: str) -> "SettingsFile":
         """Read it; raise a `UserError` if that is impossible, or if it is not a JSON object."""
         file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
-        contents = read_json(str(file), flag)
+        # Files of Mamba-2 have infinite bounds.
+        contents = read_json(str(file), flag, infinite=True)
         if not isinstance(contents, Mapping):
             raise ConfigError(f"{flag} {file} is not a JSON object: give the {CONFIG_FILE} of a model")
         return cls(contents, str(file))
