@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families import layernorm, llama, mixtures
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile
@@ -45,21 +45,13 @@ def is_model_folder(path: str | Path) -> bool:
     return (Path(path) / CONFIG_FILE).is_file()
 
 
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite")
-"""Types with experts that are here, and attention that is not."""
-
-
 def family_named(name: str, where: str) -> Family:
     """Return a family by its `model_type`."""
-    if name in LATENT:
-        raise ConfigError(
-            f"{where} is a model of type {name}, whose latent attention (MLA) is not in this trainer: "
-            f"{MODEL_CANNOT_BE_TRAINED}"
-        )
     if name not in FAMILIES:
         raise ConfigError(
-            f"{where} is a model of type {name}, which is none of {', '.join(FAMILIES)}: many others train by "
-            "pipeline_layers of examples/transformers_layers (docs/how-to/own-models.md)"
+            f"{where} is a model of type {name}, which is none of the {len(FAMILIES)} families of "
+            "docs/how-to/huggingface.md: train it as layers of your own (docs/how-to/own-models.md), those of "
+            "transformers by examples/pretrain_huggingface_model.py, which checks whether it can"
         )
     return FAMILIES[name]
 

@@ -108,11 +108,11 @@ def test_invalid_settings_are_named_in_one_line(name: str, settings: dict[str, A
     assert str(caught.value).startswith("config.json")
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma3", "mpt", "apertus", "mamba"])
+@pytest.mark.parametrize("name", ["bloom", "gemma3", "deepseek_v3", "glm_moe_dsa"])
 def test_other_families_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     with pytest.raises(
-        ConfigError, match=f"is a model of type {name}, which is none of .*: many others train by pipeline_layers"
+        ConfigError, match=rf"is a model of type {name}, which is none of the \d\d families of .*: train it as layers"
     ):
         read_model(tmp_path, "--load")
 
@@ -135,6 +135,16 @@ def test_of_two_sections_of_rotations_the_one_that_transformers_reads_counts() -
     model = read("llama", rope_scaling=None, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     assert (model.rotary_scaling, model.rotary_base) == ("none", 77.0)
     assert read("llama", rope_scaling={}, rope_theta=5000.0).rotary_base == 5000.0
+
+
+def test_settings_mean_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    """Bounds of steps as files of transformers 4 have them; biases that it reads, and makes none of."""
+    settings = {"time_step_limit": [0.0, float("inf")], "attention_bias": True, "hybrid_override_pattern": "M*-"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron_h", **settings}))
+    _, model = read_model(tmp_path, "--load")
+    assert not model.has_qkv_bias
+    (difference,) = FAMILIES["nemotron_h"].differences(replace(model, add_qkv_bias=True))
+    assert difference.startswith("biases of queries, keys and values, and Hugging Face's nemotron_h no")
 
 
 def test_longrope_of_phi3_has_its_lengths_outside() -> None:
