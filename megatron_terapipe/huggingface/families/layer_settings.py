@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from math import log
+from math import isclose, log
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
@@ -102,8 +102,9 @@ def rotations(
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
         fraction = {} if part is None else {part_key: model.rotary_percent}
+        scaling = _written_scaling(model, length_outside=original_length is not None)
         # In the form that transformers 4 and 5 read.
-        keys: dict[str, Any] = {base_key: model.rotary_base, **fraction, "rope_scaling": _written_scaling(model)}
+        keys: dict[str, Any] = {base_key: model.rotary_base, **fraction, "rope_scaling": scaling}
         if original_length is not None and model.rotary_scaling != "none":
             keys[_ORIGINAL] = model.rotary_original_length
         if model.rotary_scaling == "dynamic":
@@ -157,11 +158,29 @@ def _read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
-    """Return the section that describes the scaling of a model; None if it has none."""
+def has_computed_longrope(model: ModelConfig) -> bool:
+    """Whether the numbers of a longrope follow from its two lengths, as where a file has only the lists."""
+    factor = model.max_position_embeddings / (model.rotary_original_length or model.max_position_embeddings)
+    attention = longrope_attention_factor(factor, model.rotary_original_length or 1)
+    return (
+        model.rotary_scaling == "longrope"
+        and isclose(model.rotary_scaling_factor, factor)
+        and (model.rotary_attention_factor is not None and isclose(model.rotary_attention_factor, attention))
+    )
+
+
+def _written_scaling(model: ModelConfig, *, length_outside: bool = False) -> Mapping[str, Any] | None:
+    """Return the section that describes the scaling of a model; None if it has none.
+
+    Args:
+        length_outside: whether the length before scaling is written outside the section. Then transformers 4 reads a
+            longrope of three keys only.
+    """
     kind = model.rotary_scaling
     if kind == "none":
         return None
+    if has_computed_longrope(model) and length_outside:
+        return {"type": kind, **{key: list(listed_factors(model, field)) for key, field in _LISTS.items()}}
     section: dict[str, Any] = {"rope_type": kind, "factor": model.rotary_scaling_factor}
     if kind not in ("linear", "dynamic"):
         section[_ORIGINAL] = model.rotary_original_length
@@ -194,7 +213,7 @@ def rotations_by_layer(
     """Return the rotations of Gemma 3: layers with a window have a base of their own, and no scaling.
 
     Args:
-        nested: whether they are written in sections only, which transformers 4 did not have.
+        nested: whether transformers 5 needs sections; transformers 4 reads none, and has one base for all.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
@@ -217,19 +236,14 @@ def rotations_by_layer(
         }
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
-        local = model.rotary_base_local or usual_local_base
-        if nested:
-            scaling = _written_scaling(model) or {"rope_type": "default"}
-            whole = {"rope_theta": model.rotary_base, **scaling}
-            sections = {_WHOLE: whole, _WINDOW: {"rope_type": "default", "rope_theta": local}}
-            return {**windows.write(model), "rope_parameters": sections}
+        local, scaling = model.rotary_base_local or usual_local_base, _written_scaling(model)
         # In the form that transformers 4 and 5 read.
-        return {
-            **windows.write(model),
-            "rope_theta": model.rotary_base,
-            "rope_local_base_freq": local,
-            "rope_scaling": _written_scaling(model),
-        }
+        found = {**windows.write(model), "rope_theta": model.rotary_base, "rope_scaling": scaling}
+        if nested:
+            whole = {"rope_theta": model.rotary_base, **(scaling or {"rope_type": "default"})}
+            sections = {_WHOLE: whole, _WINDOW: {"rope_type": "default", "rope_theta": local}}
+            return {**found, "rope_parameters": sections}
+        return {**found, "rope_local_base_freq": local}
 
     own = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", *_SECTIONS)
     return Setting((*own, *windows.keys), read, write)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
+    has_computed_longrope,
     rotated_layers,
     rotations,
     rotations_by_alpha,
@@ -224,6 +225,11 @@ OLMO3 = llama_like(
     swish(),
     always(qk_norm="all-heads", norm_placement="post"),
     rotation=rotations_by_layer(window_by_type(4), 500_000.0, 500_000.0, nested=True),
+    remarks=lambda model: (
+        ["read it with transformers 5.16 or newer: before, layers with a window have the rotations of the others"]
+        if model.rotary_base_local and (model.rotary_scaling != "none" or model.rotary_base_local != model.rotary_base)
+        else []
+    ),
     **_OLMO,
 )
 
@@ -275,6 +281,11 @@ PHI3 = llama_like(
     rotation=rotations(part=1.0, scalings=("longrope",), original_length=4096, older_names=("su", "yarn")),
     epsilon=1e-5,
     tensors=TensorNames(query_key_value=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    remarks=lambda model: (
+        ["read it with transformers 5: version 4 computes the factors of longrope from its lengths"]
+        if model.rotary_scaling == "longrope" and not has_computed_longrope(model)
+        else []
+    ),
     defaults=(32064, 4096, 3072, 8192, 32, 32),
 )
 

@@ -147,10 +147,12 @@ def test_settings_mean_what_transformers_makes_of_them(tmp_path: Path) -> None:
     assert difference.startswith("biases of queries, keys and values, and Hugging Face's nemotron_h no")
 
 
+PHI3 = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+PHI3_LISTS = {"short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
+
+
 def test_longrope_of_phi3_has_its_lengths_outside() -> None:
-    lists = {"short_factor": [1] * 48, "long_factor": [1.5] * 48}
-    file = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
-    model = read("phi3", **file, rope_scaling={"type": "su", **lists, "original_max_position_embeddings": 2})
+    model = read("phi3", **PHI3, rope_scaling={"type": "su", **PHI3_LISTS, "original_max_position_embeddings": 2})
     assert (model.rotary_scaling, model.rotary_original_length, model.rotary_scaling_factor) == ("longrope", 4096, 32)
     assert model.rotary_attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
     assert model.rotary_long_factors == ",".join(["1.5"] * 48)
@@ -159,6 +161,38 @@ def test_longrope_of_phi3_has_its_lengths_outside() -> None:
         "llama", rope_scaling={"type": "longrope", **LISTS_OF_64, "original_max_position_embeddings": 9, **given}
     )
     assert (other.rotary_original_length, other.rotary_attention_factor, other.rotary_scaling_factor) == (9, 1.25, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "keys", "remarks"),
+    [
+        ("olmo3", {"rope_theta": 7e4}, {"rope_theta": 7e4, "rope_scaling": None}, []),
+        ("olmo3", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {}, ["read it with transformers 5.16 or"]),
+        (
+            "phi3",
+            {**PHI3, "rope_scaling": {"type": "su", **PHI3_LISTS}},
+            {"rope_scaling": {"type": "longrope", **PHI3_LISTS}},
+            [],
+        ),
+        (
+            "phi3",
+            {**PHI3, "rope_scaling": {"type": "su", **PHI3_LISTS, "factor": 2.0}},
+            {},
+            ["read it with transformers"],
+        ),
+        ("mamba2", {"n_groups": 1}, {}, []),
+        ("mamba2", {}, {}, ["read it with transformers 5.23"]),
+        ("qwen3_5_text", {}, {}, ["read it with transformers 5.2 or"]),
+    ],
+)
+def test_files_are_as_transformers_4_reads_them_or_name_the_version(
+    name: str, settings: dict[str, Any], keys: dict[str, Any], remarks: list[str]
+) -> None:
+    """As tried with 4.57, 5.2, 5.10 and 5.24."""
+    model = read(name, **settings)
+    written = FAMILIES[name].write(model)
+    assert {key: written[key] for key in keys} == keys
+    assert [each[: len(said)] for each, said in zip(FAMILIES[name].remarks(model), remarks, strict=True)] == remarks
 
 
 LISTS_OF_64 = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
