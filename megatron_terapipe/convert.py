@@ -44,7 +44,7 @@ class Converted:
     tokenizer_files: tuple[str, ...] = ()
     """Files of the tokenizer that `to-huggingface` wrote."""
     remarks: tuple[str, ...] = ()
-    """What `to-huggingface` could not write, and the versions of transformers that read it, a sentence each."""
+    """Differences of an export, and the versions of transformers that read it, a sentence each."""
 
 
 def _run(options: argparse.Namespace, prog: str) -> int:

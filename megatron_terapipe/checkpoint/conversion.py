@@ -164,7 +164,7 @@ def export_checkpoint(
 ) -> tuple[list[str], list[str]]:
     """Write a checkpoint as a model of Hugging Face, and read it back.
 
-    Returns the names of the files of its tokenizer, and what its user must know, a sentence each.
+    Returns the names of the files of its tokenizer, and remarks, a sentence each.
 
     Args:
         family: name of the family to write it as; None for the one that it was imported from, or else for the first
@@ -203,7 +203,7 @@ def _split_layers(
 
 
 def _remarks(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield what an export cannot carry, and the versions that read it."""
+    """Yield the differences of an export, and the versions of transformers that read it."""
     if model != family.written(model):
         yield f"{family.name} ties no weights: the output layer is a copy of the embedding, and training parts them"
     if model.moe_expert_capacity_factor is not None:

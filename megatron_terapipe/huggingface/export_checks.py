@@ -67,7 +67,7 @@ def _check_class(directory: Path, family: Family, shapes: Mapping[str, tuple[int
     if other or elements != sum(map(prod, shapes.values())):
         first = next(iter(other or sorted(weights.keys() ^ shapes.keys())), "all of them")
         raise CheckpointError(
-            f"transformers {transformers.__version__} would not load what was trained: its {family.architecture} has "
+            f"transformers {transformers.__version__} would load another model: its {family.architecture} has "
             f"{elements} weights, the export {sum(map(prod, shapes.values()))}, and they differ in {first}; keep the "
             "model in our files, or name another --family"
         )

@@ -50,8 +50,8 @@ def family_named(name: str, where: str) -> Family:
     if name not in FAMILIES:
         raise ConfigError(
             f"{where} is a model of type {name}, which is none of the {len(FAMILIES)} families of "
-            "docs/how-to/huggingface.md: train it as layers of your own (docs/how-to/own-models.md), those of "
-            "transformers by examples/pretrain_huggingface_model.py, which checks whether it can"
+            "docs/how-to/huggingface.md: train it as layers of your own (docs/how-to/own-models.md), a class "
+            "of transformers by examples/pretrain_huggingface_model.py, which checks whether it can"
         )
     return FAMILIES[name]
 
