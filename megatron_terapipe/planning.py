@@ -134,11 +134,6 @@ def with_measured_layers(config: Config, program: str | None, measure: Measure |
                 f"a dry run does not measure, and this plan needs the times of the layers of {program}: give "
                 f"--op-profile, the file that `terapipe search measure --program {program}` with the same flags writes"
             )
-        if config.model.num_experts is not None:
-            raise ConfigError(
-                f"layers of experts are not measured, and {program} has some (--num-experts): drop the flags that "
-                "search by their times, such as --token-slices auto"
-            )
         find = partial(measure, config)
         return replace(config, measured=find() if ask is None else ask("times of the layers", find))
     return config

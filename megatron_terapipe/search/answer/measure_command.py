@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, add_json_flag
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
 from megatron_terapipe.search.answer.flags import (
     CHANGES,
-    FROM_FLAGS,
     PRECISIONS,
     add_model_flags,
     model_of,
@@ -96,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write."""
-    model, precision = _model_of_program(options) if options.program else (_gpt_of(options), None)
+    model, precision = _measured_model(options)
     if options.budget_s <= 0:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
     if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
@@ -143,12 +141,23 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"the first rank of {options.hostfile} sent no profile: see the lines above")
     write_profile(profile, options.json)
     if not alone:
-        print(*summary(profile), *next_steps(profile, options.model or _described(sizes), options.json), sep="\n")
+        print(*summary(profile), *next_steps(profile, options.model or "MODEL", options.json), sep="\n")
     return 0
 
 
-def _gpt_of(options: argparse.Namespace) -> ModelConfig:
-    """Return the model that MODEL names."""
+def _measured_model(options: argparse.Namespace) -> tuple[ModelConfig, str | None]:
+    """Return the model whose layers are measured, and the precision of its training; None where no flags give one."""
+    if options.program:
+        # Imported where a program is run: it loads torch.
+        from megatron_terapipe.search.measure.program import model_of_program
+
+        if options.model is not None or any(getattr(options, name) is not None for name in CHANGES):
+            raise ConfigError(
+                f"MODEL and the flags that change it describe a GPT, and --program {options.program[0]} has layers of "
+                "its own: give flags after the program"
+            )
+        config = model_of_program(options.program)[1]
+        return config.model, config.precision.dtype
     if options.model is None:
         raise ConfigError("nothing is named to be measured: give MODEL, or --program FILE with the flags of a training")
     workload = model_of(options)
@@ -156,31 +165,7 @@ def _gpt_of(options: argparse.Namespace) -> ModelConfig:
         raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
     if workload.experts is not None:
         raise ConfigError(f"{options.model} has experts, whose layers are not measured: rank it without --profile")
-    return workload.config
-
-
-def _model_of_program(options: argparse.Namespace) -> tuple[ModelConfig, str]:
-    """Return the model section of the flags of a program, and its precision."""
-    # Imported where a program is run: it loads torch.
-    from megatron_terapipe.search.measure.program import model_of_program
-
-    changed = [flag(name) for name in CHANGES if getattr(options, name) is not None]
-    if options.model is not None or changed:
-        raise ConfigError(
-            f"{options.model or changed[0]} describes a GPT, and --program {options.program[0]} has layers of its own: "
-            "give flags of the model after the program"
-        )
-    trained, config = model_of_program(options.program)
-    if config.model.num_experts is not None:
-        raise ConfigError(f"{trained.program} has experts (--num-experts), whose layers are not measured: drop it")
-    return config.model, config.precision.dtype
-
-
-def _described(sizes: MeasuredSizes) -> str:
-    """Return the words by which `rank` takes a GPT of the same flags, on the measured tensor-parallel sizes."""
-    values = {flag(name): value for name in CHANGES if (value := getattr(sizes.model, name)) is not None}
-    values["--tensor-parallel-size"] = ",".join(map(str, sizes.tensor_parallel_sizes))
-    return " ".join([FROM_FLAGS, *(f"{name} {value}" for name, value in values.items())])
+    return workload.config, None
 
 
 def plan(sizes: MeasuredSizes, slots: Sequence[int] | None, ranks: int) -> Iterator[str]:
@@ -203,11 +188,11 @@ def next_steps(profile: Profile, model: str, path: str) -> Iterator[str]:
         yield "not measured: links inside a node, since each host has one rank; they stay as in the data sheet"
     for sizes in sizes_measured_once(profile):
         yield f"measured: only {sizes}; op times of others are a guess, and a longer --budget-s measures them"
+    if profile.own_model is not None:
+        yield f"next: train with --op-profile {path}, or describe a GPT of the same sizes, MODEL:"
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
     if profile.own_model is None:
         yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
-    else:
-        yield f"  or: train with --op-profile {path}, which also finds --token-slices auto"
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -216,22 +201,14 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
     return tuple(sorted(set(whole_numbers(text, wrong))))
 
 
-_OWN_LAYERS = {
-    "embedding": "the layers before the blocks",
-    "block": "a block",
-    "head": "the layers after them and the loss",
-}
-"""Names of a user's own layers, by the kind of a GPT's layer that has their times."""
-
-
 def summary(profile: Profile) -> Iterator[str]:
     """Yield a summary of the measurements, a line each."""
     nodes = f"{profile.num_nodes} hosts of " if profile.num_nodes > 1 else ""
     own = "" if profile.own_model is None else f", the layers of {profile.own_model}"
     yield f"{nodes}{profile.num_devices} x {profile.device}, {profile.precision}{own}"
     for layer in profile.layers:
-        name = str(layer.shape) if profile.own_model is None else _OWN_LAYERS.get(layer.shape.kind)
-        if layer.recompute == "none" and name is not None:
+        name = layer.shape if profile.own_model is None else layer.shape.kind
+        if layer.recompute == "none":
             longest = max(layer.points, key=lambda point: (point.end - point.start, -point.micro_batch_size))
             backward = longest.input_gradient_s + longest.weight_gradient_s
             yield (

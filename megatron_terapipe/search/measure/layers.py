@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import cycle, islice, pairwise, repeat
@@ -40,11 +40,13 @@ from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.micro_batch import map_tensors, tensors_in
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule, takes_past
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-from megatron_terapipe.config import ModelConfig, PrecisionConfig
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks
+from megatron_terapipe.config import Config, ModelConfig, PrecisionConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.training import OptimizerConfig
 from megatron_terapipe.data.loader import MicroBatch
-from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.model.gpt import ModelRanks, gpt_layers, gpt_loss
 from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
 from megatron_terapipe.search.measure.sizes import (
     MESSAGE_BYTES,
@@ -69,6 +71,8 @@ from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.micro_batches import split_batch
 from megatron_terapipe.training.optimizer import build_optimizer
+from megatron_terapipe.training.own_layers import blocks_of
+from megatron_terapipe.training.trained_model import TrainedModel
 
 BLOCKS_TOGETHER = 3
 """Blocks that are timed one after the other, so that the weights of each are not still in the cache."""
@@ -99,17 +103,14 @@ class BuiltLayer(NamedTuple):
     """None for a function without weights."""
 
     @classmethod
-    def of(cls, layer: Any, dtype: torch.dtype, device: torch.device, tied: dict[str, nn.Module]) -> "BuiltLayer":
-        """Build a layer, or the function of it; `tied`: modules of tied layers by key, to which this one is added."""
-        if isinstance(layer, TiedLayerSpec):
-            module = tied[layer.key] = tied.get(layer.key) or layer.build().to(device=device, dtype=dtype)
-            return cls(module if layer.forward_fn is None else partial(layer.forward_fn, module), module)
-        if isinstance(layer, LayerSpec):
-            layer = layer.build()
-        if not isinstance(layer, nn.Module):
-            return cls(layer)
-        layer = layer.to(device=device, dtype=dtype)
-        return cls(layer, layer)
+    def of(cls, layer: Any, dtype: torch.dtype, device: torch.device) -> "BuiltLayer":
+        """Build a layer; a tied one has a module of its own."""
+        function = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+        with device:
+            layer = layer.build() if isinstance(layer, LayerSpec) else layer
+        if isinstance(layer, nn.Module):
+            layer = layer.to(device=device, dtype=dtype)
+        return cls(partial(function, layer) if function else layer, layer if isinstance(layer, nn.Module) else None)
 
 
 def run_layers(layers: Sequence[BuiltLayer], hidden: Any, state: SequenceState, token_slice: int) -> Any:
@@ -137,29 +138,41 @@ class TimedLayers:
 
 
 def build_layers(
-    model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device, *, recompute: str
+    trained: TrainedModel, config: Config, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device
 ) -> list[TimedLayers]:
-    """Return an entry for each kind of layer: its different blocks and, without recomputation, its two ends."""
-    specs = gpt_layers(model, ranks, recompute_cheap=recompute == "selective")
-    workload = gpt_workload(model)
+    """Return an entry for each kind of block, a shape and a class, and, without recomputation, for the ends.
 
-    def built(spec: LayerSpec) -> BuiltLayer:
-        return BuiltLayer.of(spec, dtype, device, {})
+    Layers of a program's own have the times of a GPT's of the same flags: those before its blocks are the embedding,
+    the last one is the head, those between are the final norm.
+    """
+    model = config.model
+    with device:
+        layers = list(trained.layers(config, ModelRanks(ranks, ExpertParallelRanks(), SequenceParallelRanks())))
+    blocks = range(LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + model.num_layers)
+    if not trained.is_gpt and len(blocks := blocks_of(layers, model.num_layers)) != model.num_layers:
+        raise ConfigError(
+            f"--num-layers {model.num_layers} is not the number of blocks of {trained.program}, the layers from the "
+            "first to the last whose class occurs more than once, so their times cannot be used: correct it"
+        )
 
-    embedding = (built(specs[0]), built(specs[1]))
-    found = []
-    blocks = workload.layers[workload.first_dealt : workload.end_dealt]
-    for shape in dict.fromkeys(LayerShape.of(block) for block in blocks):
-        index = [LayerShape.of(block) for block in blocks].index(shape)
-        together = tuple(built(specs[LAYERS_BEFORE_BLOCKS + index]) for _ in range(BLOCKS_TOGETHER))
-        found.append(TimedLayers(shape, together, embedding, count=BLOCKS_TOGETHER))
-    if recompute != "none":
+    def built(*numbers: int) -> tuple[BuiltLayer, ...]:
+        return tuple(BuiltLayer.of(layers[number], dtype, device) for number in numbers)
+
+    embedding, *shapes, norm, head = (LayerShape.of(each) for each in gpt_workload(model).layers)
+    classes = [
+        each.typename if isinstance(each, LayerSpec) else type(each) for each in layers[blocks.start : blocks.stop]
+    ]
+    kinds = list(zip(shapes, classes, strict=True))
+    before, found = built(*range(blocks.start)), []
+    for kind in dict.fromkeys(kinds):
+        together = built(*[blocks[kinds.index(kind)]] * BLOCKS_TOGETHER)
+        found.append(TimedLayers(kind[0], together, before, count=BLOCKS_TOGETHER, weight=kinds.count(kind)))
+    if config.training.recompute_granularity == "selective":
         return found
-    embedding_shape, norm_shape, head_shape = (LayerShape.of(workload.layers[index]) for index in (0, -2, -1))
-    found.append(TimedLayers(embedding_shape, embedding))
-    found.append(TimedLayers(norm_shape, (built(specs[-2]),), embedding))
-    found.append(TimedLayers(head_shape, (built(specs[-1]),), embedding, gpt_loss))
-    return found
+    after = range(blocks.stop, len(layers))
+    norms, output = built(*after[:-1]), built(*after[-1:])
+    found += TimedLayers(embedding, before), TimedLayers(norm, norms, before)
+    return [*found, TimedLayers(head, output, (*before, *norms), trained.loss or gpt_loss)]
 
 
 class LayerTimer:
@@ -174,12 +187,11 @@ class LayerTimer:
         built: Sequence[TimedLayers],
         runs: Sequence[MeasuredRun],
         is_over: Callable[[MeasuredRun], bool],
-        least: int = 1,
     ) -> dict[LayerShape, list[OpPoint]]:
         """Medians over repeats, for each token slice of each shape; all ranks must call it at the same time.
 
         All runs are visited in turn, again and again, so that a temporary disturbance of the machine affects all runs.
-        `is_over(visited run)`: whether time is over, the same on all ranks; the `least` first runs are visited anyway.
+        `is_over(visited run)`: whether time is over, the same on all ranks; two runs are visited anyway.
         """
         sums: list[AccumulatedGradients | None] = []
         for layers in built:
@@ -206,7 +218,7 @@ class LayerTimer:
                 while len(repeats) == visited or self._together(time.perf_counter() - begun) < VISIT_S:
                     dist.barrier()
                     repeats.append(self._repeat(layers, run, inputs, total))
-            if is_over(run) and number >= min(least, len(runs)):
+            if is_over(run) and number >= min(2, len(runs)):
                 break
         by_shape: dict[LayerShape, list[tuple[int, list[OpPoint]]]] = defaultdict(list)
         for number, layers in enumerate(built):
@@ -336,17 +348,13 @@ def merged(points: Sequence[OpPoint], *, by_place: bool) -> tuple[OpPoint, ...]:
     )
 
 
-Build = Callable[..., list[TimedLayers]]
-"""Builds the layers to time: called with tensor-parallel ranks, dtype and device, and `recompute`."""
-
-
 def measured_layers(
     sizes: MeasuredSizes,
-    build: Build,
+    trained: TrainedModel,
+    config: Config,
     device: torch.device,
     budget_s: float,
     doing: Callable[[float, MeasuredRun], None] = lambda share, run: None,
-    least: int = 1,
 ) -> tuple[ProfiledLayer, ...]:
     """Measure layers on all ranks of the process group together.
 
@@ -354,7 +362,6 @@ def measured_layers(
         budget_s: seconds of the first rank, from the time when the first layers are built, after which no further size
             is begun.
         doing: callback(share of the time, visited run).
-        least: sizes that are measured in any case.
     """
     left, rank, found = max(budget_s, 0.0), dist.get_rank(), []
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
@@ -362,7 +369,8 @@ def measured_layers(
     for size, recompute, share in sizes.layouts():
         begun = time.perf_counter()
         ranks: TensorParallelRanks = IsolatedRanks(rank % size, size, own_group) if size > 1 else IsolatedRanks()
-        built = build(ranks, dtype, device, recompute=recompute)
+        training = replace(config.training, recompute_granularity=recompute)  # type: ignore[arg-type]
+        built = build_layers(trained, replace(config, training=training), ranks, dtype, device)
         ends = time.perf_counter() + share * left
 
         def is_over(run: MeasuredRun, ends: float = ends, end: float = begun + left) -> bool:
@@ -373,7 +381,7 @@ def measured_layers(
             return bool(over.item())
 
         timer = LayerTimer(sizes.model, dtype, device)
-        for shape, points in timer.points(built, list(sizes.runs(size, recompute)), is_over, least).items():
+        for shape, points in timer.points(built, list(sizes.runs(size, recompute)), is_over).items():
             found.append(
                 ProfiledLayer(
                     shape=shape,

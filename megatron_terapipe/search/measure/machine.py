@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.launcher import free_ports
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes
 from megatron_terapipe.search.price.profile import Profile, ProfiledEngine
+from megatron_terapipe.strategy import Strategy
 
 
 def run_on_ranks(
@@ -148,22 +148,15 @@ def measure_together(
         budget_s: seconds after which no further size is begun.
         engine: time of the engine; None on ranks that did not measure it.
     """
-    from megatron_terapipe.search.measure.layers import (
-        Build,
-        build_layers,
-        measure_links,
-        measured_layers,
-        nodes_of_ranks,
-        profile_here,
-    )
-    from megatron_terapipe.search.measure.own_model import build_own_layers
+    from megatron_terapipe.search.measure.layers import measure_links, measured_layers, nodes_of_ranks, profile_here
     from megatron_terapipe.search.measure.program import model_of_program
+    from megatron_terapipe.training.trained_model import TrainedModel
 
     begun = time.perf_counter()
     device = _join()
-    build: Build = partial(build_layers, sizes.model)
+    trained, config = TrainedModel(), Strategy().config(sizes.model)
     if sizes.program is not None:
-        build = partial(build_own_layers, *model_of_program(sizes.program))
+        trained, config = model_of_program(sizes.program)
     nodes = nodes_of_ranks()
     # All ranks must agree on the time for links, and only the first has the time of the engine.
     links = measure_links(device, nodes, lambda words: report(Progress(0.1, words)), LINKS_SHARE * sizes.budget_s)
@@ -171,17 +164,9 @@ def measure_together(
     def doing(share: float, run: MeasuredRun) -> None:
         report(Progress(min(0.1 + 0.9 * share, 1.0), str(run)))
 
-    layers = measured_layers(sizes, build, device, budget_s - (time.perf_counter() - begun), doing)
-    report(
-        profile_here(
-            layers,
-            sizes,
-            num_devices=max(map(len, nodes)),
-            num_nodes=len(nodes),
-            links=tuple(links),
-            engine=engine,
-        )
-    )
+    layers = measured_layers(sizes, trained, config, device, budget_s - (time.perf_counter() - begun), doing)
+    more = {"num_devices": max(map(len, nodes)), "num_nodes": len(nodes), "links": tuple(links), "engine": engine}
+    report(profile_here(layers, sizes, **more))
 
 
 def _join() -> Any:

@@ -263,7 +263,7 @@ class MeasuredProfile:
 
     def _measured_sizes(self, layer: Layer) -> list[int]:
         """Tensor-parallel sizes at which layers of this shape were measured."""
-        if layer.experts is not None:
+        if layer.experts is not None and self.profile.own_model is None:
             raise ConfigError("layers of experts are not measured, and the model has some: drop --profile")
         shape = LayerShape.of(layer)
         found = sorted(ranks for each, ranks in self._surfaces if each == shape)

@@ -18,6 +18,8 @@ from megatron_terapipe.search.measure.sizes import (
 )
 from megatron_terapipe.search.price.profile import LayerShape, OpPoint, ProfiledLink
 from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.training.trained_model import TrainedModel
 from tests.distributed import run_distributed
 
 MODEL = ModelConfig(
@@ -75,7 +77,8 @@ def measure() -> Found:
         ranks = measuring.IsolatedRanks(dist.get_rank() % size, size, alone)
         timer = measuring.LayerTimer(MODEL, torch.float32, device)
         run = MeasuredRun(size, 2, 4, recompute)
-        built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
+        config = Strategy(recompute=recompute).config(MODEL)
+        built = measuring.build_layers(TrainedModel(), config, ranks, torch.float32, device)
         found[size, recompute] = list(timer.points(built, [run, LONGER], lambda run: False).items())
     nodes = measuring_links.nodes_of_ranks()
     in_no_time = measuring_links.measure_links(device, nodes, budget_s=0.0)

@@ -136,8 +136,8 @@ def test_later_token_slices_are_shorter_where_attention_takes_long(
     read: Callable[..., tuple[TrainedModel, Config]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {}
-    for attention_s in ("0", "1e-5"):
-        model, config = read("--attention-s", attention_s)
+    for attention_s, *more in (("0", "--num-experts", "4"), ("1e-5",)):
+        model, config = read("--attention-s", attention_s, *more)
         assert (config.own.attention_s, config.training.seed) == (float(attention_s), 7)
         measured = measure_here(model, config)
         found[attention_s] = with_found_token_slices(replace(config, measured=measured), 1).token_slices().lengths
@@ -186,7 +186,6 @@ def test_all_ranks_have_the_times_of_the_first_one(read: Callable[..., tuple[Tra
             "own_layers.py",
             "a dry run does not measure, and this plan needs the times of the layers of own_layers.py",
         ),
-        ("--num-experts 4", "own_layers.py", "layers of experts are not measured, and own_layers.py has some"),
         (
             "--op-profile {gpt}",
             "own_layers.py",
@@ -236,9 +235,9 @@ def test_programs_without_layers_of_their_own_are_refused(text: str | None, line
         ("", "nothing is named to be measured: give MODEL, or --program FILE with the flags of a training"),
         (
             "model.json --program x.py",
-            "model.json describes a GPT, and --program x.py has layers of its own: give flags",
+            "MODEL and the flags that change it describe a GPT, and --program x.py has layers",
         ),
-        ("--num-layers 3 --program x.py", "--num-layers describes a GPT, and --program x.py has layers of its own"),
+        ("--num-layers 3 --program x.py", "MODEL and the flags that change it describe a GPT, and --program x.py has"),
     ],
 )
 def test_a_model_or_a_program_is_measured(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
