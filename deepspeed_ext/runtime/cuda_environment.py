@@ -5,7 +5,9 @@ passes on only a few families of variables. A value that is set already stays. T
 """
 
 import os
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from deepspeed_ext.plan.errors import UserError
@@ -16,6 +18,9 @@ HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _DRIVERS_QUEUES, _MOST_QUEUES = 8, 32
 """Queues that the driver makes by default, and the most that it makes."""
+
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
+"""An entry of CUDA_VISIBLE_DEVICES."""
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Files by which the driver is reached: on Linux, and on Linux under Windows."""
@@ -114,9 +119,21 @@ def will_use_cuda(environment: Mapping[str, str], *, has_device: bool | None = N
     chosen = environment.get("DS_ACCELERATOR")
     if chosen is not None:
         return chosen == "cuda"
-    if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+    if visible_devices(environment) == []:
         return False
     return any(map(os.path.exists, _DEVICE_FILES)) if has_device is None else has_device
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
+    """The devices that CUDA_VISIBLE_DEVICES shows: numbers, UUIDs or MIG instances; None if it is not set, for all.
+
+    The first entry of another form ends the list, such as -1 or Slurm's NoDevFiles (CUDA programming guide, environment
+    variables).
+    """
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return None
+    entries = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    return [*takewhile(_DEVICE.fullmatch, (entry.strip() for entry in entries))]
 
 
 def hardware_queues(environment: Mapping[str, str] = os.environ) -> int:

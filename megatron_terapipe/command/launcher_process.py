@@ -18,7 +18,7 @@ from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-from deepspeed_ext.plan.terminal import INTERRUPTED
+from deepspeed_ext.plan.terminal import BAD_INPUT, INTERRUPTED
 
 ENDS_IN_S = 60.0
 """Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""
@@ -100,7 +100,12 @@ def _launch() -> None:
     from deepspeed.launcher import runner
 
     vars(runner)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _start})
-    runner.main()
+    try:
+        runner.main()
+    except Exception as error:  # Whatever it finds, it ends with a traceback of its own.
+        why = str(error).partition("\n")[0] or type(error).__name__
+        print(f"error: DeepSpeed's launcher: {why}", file=sys.stderr, flush=True)
+        sys.exit(BAD_INPUT)
 
 
 def _start(command: Sequence[str], **settings: Any) -> "subprocess.Popen[bytes]":

@@ -6,21 +6,29 @@ launcher flags -> parsers of the flags -> main: split the words, then launch, or
 import os
 import sys
 import traceback
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import CommandParser, run_command, up_to
+from deepspeed_ext.runtime.cuda_environment import will_use_cuda
 from deepspeed_ext.runtime.launch import LAUNCHERS, launcher_of
 from megatron_terapipe.arguments.parser import ALL, add_flags_of, asked_for, other_flags, read_command_line
+from megatron_terapipe.command.hosts import (
+    PROGRAMS,
+    check_environment_file,
+    check_reachable,
+    hosts_of,
+    is_here,
+    own_devices,
+)
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning import slots_of_hosts
 
 RUNNER = "megatron_terapipe.command.launcher_process"
 """Module that runs DeepSpeed's launcher, as the command `deepspeed` does."""
-
-LAUNCHERS_OF_DEEPSPEED = ("pdsh", "openmpi", "slurm", "mpich", "impi", "mvapich")
 
 KEEP_ALIVE = "-o ServerAliveInterval=60 -o ServerAliveCountMax=30"
 """Options of ssh: it waits for a lost host as long as ranks do, and no longer."""
@@ -40,14 +48,17 @@ def add_launcher_flags(parser: CommandParser) -> None:
     group.add_argument("--include", metavar="HOSTS", help="only these hosts and devices of the hostfile")
     group.add_argument("--exclude", metavar="HOSTS", help="all but these hosts and devices")
     group.add_argument(
-        "--launcher", choices=LAUNCHERS_OF_DEEPSPEED, help="how other hosts are reached (default: pdsh, over ssh)"
+        "--launcher", choices=tuple(PROGRAMS), help="how other hosts are reached (default: pdsh, over ssh)"
     )
     group.add_argument("--launcher-args", metavar="WORDS", help="more words for that launcher, in one text")
     group.add_argument(
         "--master-addr", metavar="HOST", help="address at which the ranks meet (default: the first host's)"
     )
     group.add_argument(
-        "--master-port", type=up_to(65_535), metavar="N", help="port at which they meet (default: 29500)"
+        "--master-port",
+        type=up_to(65_535),
+        metavar="N",
+        help="port at which they meet (default: a free one; 29500 with a hostfile)",
     )
 
 
@@ -88,27 +99,67 @@ def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:
     return False
 
 
-def launch_command(flags: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """Return the words that start DeepSpeed's launcher."""
-    trainer = trainer_file()
-    if "hostfile" in flags:
-        # DeepSpeed would train only on this machine if the file were not there.
-        slots_of_hosts(flags["hostfile"], "--hostfile")
-        from megatron_terapipe.search.machine.launcher import check_remote_words
+def launch_command(
+    flags: Mapping[str, str], words: Sequence[str], variables: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Return the words that start DeepSpeed's launcher.
 
-        check_remote_words([trainer, *words])
+    Args:
+        variables: of this process.
+    """
+    from megatron_terapipe.search.machine.launcher import check_remote_words, free_port
+
+    flags, hosts, program = dict(flags), hosts_of(flags), [trainer_file(), *words]
     # Ranks take their place from variables, which every launcher sets. The log of the launcher, which repeats the
     # command for each rank, would hide the lines of the trainer.
-    quiet = ["--log_level=error", "--no_local_rank"]
+    more = ["--log_level=error", "--no_local_rank"]
+    if hosts is not None and "hostfile" in flags:
+        check_remote_words(program)
+        flags["hostfile"] = _readable(flags["hostfile"])
+        if is_here(hosts):
+            flags.setdefault("master_addr", "127.0.0.1")
+        elif len(hosts) == 1:
+            more.append("--force_multi")  # DeepSpeed would start its ranks here.
+        if is_here(hosts) or flags.get("launcher", "pdsh") == "pdsh":
+            more.append("--no_ssh_check")  # `check_reachable` has an error of one line.
+    else:
+        # Runs on one host must not meet.
+        flags.setdefault("master_port", str(free_port()))
+        if _shows_devices(variables):
+            shown, devices = variables["CUDA_VISIBLE_DEVICES"], own_devices(hosts, flags, variables)
+            if devices is not None:
+                shown, flags["num_accelerators"] = ",".join(devices), str(len(devices))
+            # DeepSpeed would number devices from 0, whatever they are.
+            more.append("--no_python")
+            program = ["env", f"CUDA_VISIBLE_DEVICES={shown}", sys.executable, "-u", *program]
     # Each in one word: values such as `--ntasks-per-node=8` begin with dashes.
     of_deepspeed = [f"--{name}={value}" for name, value in flags.items()]
-    return [sys.executable, "-m", RUNNER, *of_deepspeed, *quiet, trainer, *words]
+    return [sys.executable, "-m", RUNNER, *of_deepspeed, *more, *program]
+
+
+def _readable(hostfile: str) -> str:
+    """Return the path of a hostfile for DeepSpeed: a copy in memory where the file begins with a byte-order mark."""
+    content = Path(hostfile).read_bytes()
+    if not content.startswith(BOM_UTF8):
+        return hostfile
+    copy = os.memfd_create("hostfile", 0)  # The launcher, which takes the place of this process, inherits it.
+    os.write(copy, content.removeprefix(BOM_UTF8))
+    return f"/proc/{os.getpid()}/fd/{copy}"
+
+
+def _shows_devices(variables: Mapping[str, str]) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES is set for ranks on CUDA or CPUs."""
+    return "CUDA_VISIBLE_DEVICES" in variables and variables.get("DS_ACCELERATOR", "cpu") in ("cpu", "cuda")
 
 
 def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the launcher."""
     if "hostfile" not in flags:
-        return dict(variables)
+        if not _shows_devices(variables):
+            return dict(variables)
+        own = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
+        hides = will_use_cuda(own) and not will_use_cuda(variables)
+        return own | ({"DS_ACCELERATOR": "cpu"} if hides else {})
     # DeepSpeed sends MLflow's to other hosts and prints them, and the trainer reads none: passwords may be among them.
     sent = {name: value for name, value in variables.items() if not name.startswith("MLFLOW")}
     return {"PDSH_SSH_ARGS_APPEND": KEEP_ALIVE} | sent
@@ -116,20 +167,13 @@ def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> 
 
 def dry_run_words(flags: Mapping[str, str], words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the words of a dry run, and the variables of the first of the ranks that the launcher would start."""
-    for name in ("include", "exclude"):
-        if name in flags:
-            raise UserError(
-                f"--{name} {flags[name]} is not counted in a dry run: give --num-nodes and --num-accelerators, or a "
-                "hostfile of these hosts"
-            )
-    each = int(flags["num_accelerators"]) if "num_accelerators" in flags else None
-    if "hostfile" in flags:
-        slots = slots_of_hosts(flags["hostfile"], "--hostfile")
-        if each is None and "num_nodes" not in flags:
-            return [*words, "--hostfile", flags["hostfile"]], {}
-        slots = [each or count for count in slots[: int(flags.get("num_nodes", len(slots)))]]
-        return list(words), _place(sum(slots), max(slots))
-    return list(words), {} if each is None else _place(each, each)
+    hosts = hosts_of(flags)
+    if hosts is None:
+        return list(words), {}
+    if flags.keys() == {"hostfile"}:
+        return [*words, "--hostfile", flags["hostfile"]], {}
+    sizes = [len(slots) for slots in hosts.values()]
+    return list(words), _place(sum(sizes), max(sizes))
 
 
 def trainer_file() -> str:
@@ -213,10 +257,14 @@ def _run(words: list[str], prog: str) -> int:
             os.environ.update(before)
     if is_launched(launching, os.environ):
         return _train(training)
-    command = launch_command(launching, training)
+    command, variables = launch_command(launching, training), launch_variables(launching, os.environ)
+    hosts = hosts_of(launching)
+    if "hostfile" in launching and hosts is not None and not is_here(hosts):
+        check_environment_file()
+        check_reachable(launching, hosts, variables)
     from megatron_terapipe.training.end_of_run import LAUNCHER_REPORTS
 
-    variables = launch_variables(launching, os.environ) | {LAUNCHER_REPORTS: str(given.get("save") or "")}
+    variables[LAUNCHER_REPORTS] = str(given.get("save") or "")
     sys.stdout.flush()
     # In place of this process: signals reach the launcher, and its exit code is that of the command.
     os.execve(command[0], command, variables)  # noqa: S606 - no shell is wanted

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, write_json
 from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.runtime.launch import is_this_host
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_terapipe.doctor.examination import Progress
-    from megatron_terapipe.doctor.facts import Examined, Host
+    from megatron_terapipe.doctor.facts import Examined, Host, Launching
 
 DESCRIPTION = """\
 Check this machine, or all hosts of a hostfile, before a run: versions, devices, memory and limits, variables, names,
@@ -106,19 +107,25 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
 
 def _examine(options: argparse.Namespace, hosts: Sequence["Host"], progress: "Progress") -> "Examined":
     """Return the facts of all hosts."""
-    from megatron_terapipe.doctor.examination import Examination, local_command, ssh_command
+    from megatron_terapipe.doctor.examination import Examination
     from megatron_terapipe.doctor.facts import launching_here
 
     launching = launching_here(
         hostfile=options.hostfile, launcher=options.launcher, save=options.save, master_port=options.master_port
     )
-    # DeepSpeed starts a single host without ssh, whatever its name is.
-    commands = (
-        [local_command()] if len(hosts) == 1 else [ssh_command(h.name, launching, options.ssh_port) for h in hosts]
-    )
+    commands = _commands(hosts, launching, options.ssh_port)
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     examination = Examination(launching, hosts, commands, environment, options.timeout, progress)
     return asyncio.run(examination.run(with_imports=not options.no_imports))
+
+
+def _commands(hosts: Sequence["Host"], launching: "Launching", port: int | None) -> list[list[str]]:
+    """Return the command of the probe of each host: a single host that is this one needs no ssh."""
+    from megatron_terapipe.doctor.examination import local_command, ssh_command
+
+    if len(hosts) == 1 and (launching.hostfile is None or is_this_host(hosts[0].name)):
+        return [local_command()]
+    return [ssh_command(host.name, launching, port) for host in hosts]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from megatron_terapipe.doctor.facts import (
     HostFacts,
     is_chosen,
     is_loopback,
+    line_that_changes,
     meeting_address,
     rank_address,
     variables_of_rank,
@@ -413,12 +414,10 @@ LOCKING = ("NCCL_", HARDWARE_QUEUES)
 def environment_file(examined: Examined) -> Iterator[Finding]:
     """Yield whether the launcher can read the lines of .deepspeed_env."""
     lines = examined.launching.environment_file
-    if lines is None or len(examined.hosts) < 2:
+    if lines is None or examined.launching.hostfile is None:
         return
-    wrong = [number for number, line in enumerate(lines, start=1) if not re.match(r"[A-Za-z_]\w*=", line)]
-    if wrong:
-        found = f"line {wrong[0]} of .deepspeed_env is not NAME=VALUE"
-        yield error(found, "the launcher fails at an empty line, a comment or any other", "remove it")
+    if (wrong := line_that_changes(lines)) is not None:
+        yield error(*wrong)
     else:
         yield ok(f"{len(lines)} lines of .deepspeed_env")
 

@@ -4,12 +4,14 @@ After the facts come the variables and addresses of ranks, which follow from the
 """
 
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
 from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_terapipe.doctor import probe
 
@@ -318,12 +320,12 @@ def launching_here(*, hostfile: str | None, launcher: str, save: str | None, mas
         master_port=master_port,
         programs=probe.programs(),
         variables=probe.variables(),
-        environment_file=_environment_file(),
+        environment_file=environment_lines(),
         requirements=_requirements(),
     )
 
 
-def _environment_file() -> tuple[str, ...] | None:
+def environment_lines() -> tuple[str, ...] | None:
     """Return the lines of the files that DeepSpeed's launcher reads: of the home directory, then of this one."""
     name = os.environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
     lines: list[str] | None = None
@@ -334,6 +336,32 @@ def _environment_file() -> tuple[str, ...] | None:
             continue
         lines = [*(lines or ()), *text.splitlines()]
     return None if lines is None else tuple(lines)
+
+
+class ChangedLine(NamedTuple):
+    """A line of .deepspeed_env that does not reach the ranks as it is."""
+
+    found: str
+    rule: str
+    remedy: str
+
+
+def line_that_changes(lines: Iterable[str]) -> ChangedLine | None:
+    """Return the first such line; None if there is none.
+
+    DeepSpeed puts a value that has other characters than a path between double quotes, as text for the shells of the
+    hosts (`add_export` in deepspeed/launcher/multinode_runner.py, 0.19.8).
+    """
+    for number, line in enumerate(lines, start=1):
+        where, (name, equals, value) = f"line {number} of {ENVIRONMENT_FILE}", line.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            rule = "the launcher fails at an empty line, a comment or any other"
+            return ChangedLine(f"{where} is not NAME=VALUE", rule, "remove it")
+        if found := re.search(r"[\"$`\\]|^\s*'", value):
+            rule = "the shells of the hosts change the value"
+            found_here = f"{where} has {found[0].strip()} in the value of {name}"
+            return ChangedLine(found_here, rule, "write the value itself, without quotes, variables and commands")
+    return None
 
 
 def _requirements() -> tuple[str, ...] | None:

@@ -178,8 +178,8 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.doctor.*",),
         (
-            *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment", "megatron_terapipe.search.machine.hostfile"),
-            "megatron_terapipe.console",
+            *(*PLAN, *CONFIG, "megatron_terapipe.search.machine.hostfile", "megatron_terapipe.console"),
+            *("deepspeed_ext.runtime.cuda_environment", "deepspeed_ext.runtime.launch"),
             *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe")),
         ),
         ("packaging", "pydantic", "rich"),

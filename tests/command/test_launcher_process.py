@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.checkpoint.directories import LATEST
+from megatron_terapipe.command import launcher_process
 from megatron_terapipe.command.launcher_process import quietly
 from megatron_terapipe.training.end_of_run import LAUNCHER_REPORTS
 from tests.architecture.sources import ROOT
@@ -69,6 +70,18 @@ def test_ctrl_c_is_one_line_after_the_end_of_all(
     assert process.communicate(timeout=60)[1] == f"interrupted: {line}\n"
     assert process.returncode == 130
     assert (tmp_path / "child").read_text() == "ended"
+
+
+def test_an_error_of_the_launcher_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    monkeypatch.setattr(runner, "subprocess", runner.subprocess)  # It is replaced.
+    monkeypatch.setattr(sys, "argv", ["deepspeed", "--include=localhost:9", "pretrain_gpt.py"])
+    with pytest.raises(SystemExit) as raised:
+        launcher_process._launch()
+    assert raised.value.code == 2
+    assert capsys.readouterr().err == "error: DeepSpeed's launcher: No slot '9' specified on host 'localhost'\n"
 
 
 RANK = """

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pretrain_gpt
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments.parser import MOST_USED, flags
 from megatron_terapipe.command import train
+from megatron_terapipe.command.hosts import check_environment_file, check_reachable, hosts_of
 from megatron_terapipe.command.main import main
 from megatron_terapipe.command.train import (
     build_parser,
@@ -40,6 +42,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         # Set first, so that values set by a test are taken back.
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
+    monkeypatch.setattr("megatron_terapipe.search.machine.launcher.free_port", lambda: 20000)
 
 
 def test_flags_of_the_launcher_may_be_anywhere_and_in_either_spelling() -> None:
@@ -71,6 +74,162 @@ def test_flags_of_the_launcher_are_checked(words: list[str], message: str) -> No
     assert str(raised.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--include a --exclude b", "--include a and --exclude b do not go together"),
+        ("--include a --num-accelerators 1", "--include a and --num-accelerators 1 do not go together"),
+        ("--include d:0", "--include d:0: d is not a host of HOSTFILE: the hosts are a, b, c"),
+        ("--include c:0,2", "--include c:0,2: host c has no slot 2: its 2 slots are numbered from 0"),
+        ("--exclude a@b@c", "--exclude a@b@c leaves no device"),
+        ("--include a:x", "--include a:x: 'a:x' is not HOST or HOST:0,2, with @ between hosts"),
+        ("--include fe80::1%eth0", "--include fe80::1%eth0: 'fe80::1%eth0' is not HOST or HOST:0,2"),
+        ("--include root@a:0", "--include root@a:0: root is not a host of HOSTFILE"),
+        ("--num-nodes 4", "--num-nodes 4, but the hostfile names 3: give at most 3"),
+        ("--num-accelerators 3", "--num-accelerators 3, but the hostfile has slots=2 for host c"),
+        ("--launcher openmpi --include a", "--launcher openmpi starts all ranks of the hostfile: drop --include a"),
+        ("--launcher mpich", "--launcher mpich needs as many slots on every host"),
+        ("--launcher slurm --include a:1@b:0", "--launcher slurm cannot choose devices"),
+        ("--launcher-args '", "--launcher-args ': No closing quotation: close each quotation mark"),
+    ],
+)
+def test_hosts_and_devices_are_checked(words: str, message: str, hostfile: str) -> None:
+    with pytest.raises(UserError) as raised:
+        hosts_of(split(["--hostfile", hostfile, *words.split()])[0])
+    assert str(raised.value).startswith(message.replace("HOSTFILE", hostfile))
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        ("", {"a": 4, "b": 4, "c": 2}),
+        ("--num-nodes 2 --num-accelerators 3", {"a": 3, "b": 3}),
+        ("--include c@a:3,1", {"a": [1, 3], "c": 2}),
+        ("--exclude b@c:0", {"a": 4, "c": [1]}),
+        ("--exclude c:0,1", {"a": 4, "b": 4}),
+    ],
+)
+def test_devices_of_hosts(words: str, devices: dict[str, int | list[int]], hostfile: str) -> None:
+    flags = split(["--hostfile", hostfile, *words.split()])[0]
+    expected = {name: list(range(each)) if isinstance(each, int) else each for name, each in devices.items()}
+    assert hosts_of(flags) == expected
+    # As DeepSpeed's launcher has them.
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    pool, filters = runner.fetch_hostfile(hostfile), (flags.get("include", ""), flags.get("exclude", ""))
+    counts = (int(flags.get(name, -1)) for name in ("num_nodes", "num_accelerators"))
+    assert runner.apply_num_nodes_and_gpus(runner.parse_inclusion_exclusion(pool, *filters), *counts) == expected
+
+
+def test_devices_of_this_machine() -> None:
+    assert hosts_of({}) is None
+    assert hosts_of({"num_accelerators": "2"}) == {"localhost": [0, 1]} == hosts_of({"include": "localhost:1,0"})
+    with pytest.raises(UserError, match="--num-nodes 2 names no hosts"):
+        hosts_of({"num_nodes": "2"})
+    with pytest.raises(UserError, match="--include a: a is not a host without a hostfile"):
+        hosts_of({"include": "a"})
+
+
+SHOWN = {"DS_ACCELERATOR": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "ranks", "shown"),
+    [
+        ({}, SHOWN | {"CUDA_VISIBLE_DEVICES": "1,0"}, "2", "1,0"),
+        ({"num_accelerators": "1"}, SHOWN | {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,3"}, "1", "GPU-8932f937"),
+        ({}, SHOWN | {"CUDA_VISIBLE_DEVICES": "MIG-8932f937"}, "1", "MIG-8932f937"),
+        # Ranks on CPUs.
+        *(({}, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": each}, None, each) for each in ("-1", "", "0,1")),
+        ({"num_accelerators": "4"}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "4", "NoDevFiles"),
+        ({}, {}, None, None),
+    ],
+)
+def test_devices_are_those_that_are_shown(
+    flags: dict[str, str], variables: dict[str, str], ranks: str | None, shown: str | None
+) -> None:
+    command = launch_command(flags, FLAGS, variables)
+    assert next((word.partition("=")[2] for word in command if word.startswith("--num_acc")), None) == ranks
+    assert command[-len(FLAGS) - 4 : -len(FLAGS) - 1] == (
+        command[-len(FLAGS) - 4 : -len(FLAGS) - 1]
+        if shown is None
+        else [f"CUDA_VISIBLE_DEVICES={shown}", sys.executable, "-u"]
+    )
+    assert ("--no_python" in command) == ("env" in command) == (shown is not None)
+    # DeepSpeed's launcher would number them from 0.
+    assert "CUDA_VISIBLE_DEVICES" not in launch_variables(flags, variables)
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices", "message"),
+    [
+        ({"num_accelerators": "3"}, "1,0", "CUDA_VISIBLE_DEVICES=1,0 shows 2 devices, and --num-accelerators is 3"),
+        ({"include": "localhost:0"}, "1,0", "CUDA_VISIBLE_DEVICES=1,0 chooses devices, and --include localhost:0"),
+        ({}, "MIG-a,MIG-b", "CUDA_VISIBLE_DEVICES=MIG-a,MIG-b names MIG instances, of which CUDA shows one"),
+    ],
+)
+def test_devices_that_are_not_shown_are_refused(flags: dict[str, str], devices: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        launch_command(flags, FLAGS, SHOWN | {"CUDA_VISIBLE_DEVICES": devices})
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("localhost slots=2\n", ["--no_ssh_check"]),
+        ("192.0.2.1 slots=2\n", ["--force_multi", "--no_ssh_check"]),
+        ("\ufefflocalhost slots=1\n192.0.2.1 slots=1\n", ["--no_ssh_check"]),
+    ],
+)
+def test_ranks_start_on_the_hosts_that_are_named(text: str, more: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(text, encoding="utf-8")
+    command = launch_command({"hostfile": str(path)}, FLAGS)
+    assert [word for word in command if word in ("--force_multi", "--no_ssh_check")] == more
+    assert ("--master_addr=127.0.0.1" in command) == text.startswith("localhost")
+    (read,) = (word.removeprefix("--hostfile=") for word in command if word.startswith("--hostfile="))
+    assert Path(read).read_bytes() == text.removeprefix("\ufeff").encode()
+
+
+@pytest.mark.parametrize(
+    ("flags", "programs", "code", "message"),
+    [
+        ({}, (), 0, "--launcher pdsh needs the program pdsh, which is not on the PATH"),
+        ({"launcher": "slurm"}, ("pdsh",), 0, "--launcher slurm needs the program sinfo"),
+        ({}, ("pdsh", "ssh"), 255, r"ssh does not reach a \(no route\), b \(no route\): set up ssh"),
+        ({}, ("pdsh", "ssh"), 0, None),
+    ],
+)
+def test_hosts_are_reached_before_the_start(
+    flags: dict[str, str],
+    programs: tuple[str, ...],
+    code: int,
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in programs:
+        (tmp_path / name).write_text(f"#!/bin/sh\necho no route >&2\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    variables = launch_variables({"hostfile": "h"}, {"PATH": str(tmp_path)})
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        check_reachable(flags, {"a": [0], "b": [0]}, variables)
+
+
+@pytest.mark.parametrize("value", ['a"b', "a$HOME", "`id`", "a\\b", "'a b'"])
+def test_lines_that_the_shells_of_hosts_change(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path(".deepspeed_env").write_text("A=a b;c(d)\n")
+    check_environment_file()
+    Path(".deepspeed_env").write_text(f"A=1\nB={value}\n")
+    with pytest.raises(
+        UserError, match=r"^line [24] of .deepspeed_env has .* in the value of B; the shells of the hosts"
+    ):
+        check_environment_file()
+
+
 BEGIN = [sys.executable, "-m", "megatron_terapipe.command.launcher_process"]
 END = ["--log_level=error", "--no_local_rank", str(ROOT / "pretrain_gpt.py"), *FLAGS]
 
@@ -78,15 +237,23 @@ END = ["--log_level=error", "--no_local_rank", str(ROOT / "pretrain_gpt.py"), *F
 @pytest.mark.parametrize(
     ("words", "launcher"),
     [
-        ([], []),
-        (["--num-accelerators", "2"], ["--num_accelerators=2"]),
+        ([], ["--master_port=20000"]),
+        (["--num-accelerators", "2"], ["--num_accelerators=2", "--master_port=20000"]),
         (["--hostfile", "HOSTFILE"], ["--hostfile=HOSTFILE"]),
         (["--hostfile", "HOSTFILE", "--num-nodes", "2"], ["--hostfile=HOSTFILE", "--num_nodes=2"]),
         (["--hostfile", "HOSTFILE", "--include", "a@b:0,1"], ["--hostfile=HOSTFILE", "--include=a@b:0,1"]),
         (["--hostfile", "HOSTFILE", "--exclude", "c"], ["--hostfile=HOSTFILE", "--exclude=c"]),
         (
-            ["--hostfile", "HOSTFILE", "--launcher", "slurm", "--launcher-args=--ntasks-per-node=4"],
-            ["--hostfile=HOSTFILE", "--launcher=slurm", "--launcher_args=--ntasks-per-node=4"],
+            [
+                "--hostfile",
+                "HOSTFILE",
+                "--num-nodes",
+                "2",
+                "--launcher",
+                "slurm",
+                "--launcher-args=--ntasks-per-node=4",
+            ],
+            ["--hostfile=HOSTFILE", "--num_nodes=2", "--launcher=slurm", "--launcher_args=--ntasks-per-node=4"],
         ),
         (["--master-addr", "a", "--master-port", "29400"], ["--master_addr=a", "--master_port=29400"]),
     ],
@@ -95,23 +262,30 @@ def test_words_of_the_launcher(words: list[str], launcher: list[str], hostfile: 
     words = [word.replace("HOSTFILE", hostfile) for word in words]
     launching, training = split([*words, *FLAGS])
     assert training == FLAGS
-    assert launch_command(launching, training) == [
+    own_check = [] if "hostfile" not in launching or "slurm" in words else ["--no_ssh_check"]
+    assert launch_command(launching, training, {}) == [
         *BEGIN,
         *(word.replace("HOSTFILE", hostfile) for word in launcher),
-        *END,
+        *(*END[:2], *own_check, *END[2:]),
     ]
 
 
 def test_deepspeed_takes_every_flag_that_is_passed_on(monkeypatch: pytest.MonkeyPatch, hostfile: str) -> None:
     runner = pytest.importorskip("deepspeed.launcher.runner")
-    words = f"--hostfile {hostfile} --num-gpus 2 --num-nodes 1 --include a --exclude b --launcher pdsh".split()
-    words += ["--launcher-args=-x", "--master-addr", "a", "--master-port", "1"]
-    command = launch_command(*split([*words, *FLAGS]))
+    given = f"--hostfile {hostfile} --launcher pdsh --launcher-args=-x --master-addr a --master-port 1".split()
+    expected = {"hostfile": hostfile, "launcher": "pdsh", "launcher_args": "-x", "master_addr": "a", "master_port": 1}
+    expected |= {"no_local_rank": True, "no_ssh_check": True, "user_args": FLAGS}
+    for words, more in (
+        ("--num-gpus 2 --num-nodes 2", {"num_gpus": 2, "num_nodes": 2}),
+        ("--include a", {"include": "a", "force_multi": True}),
+        ("--exclude b", {"exclude": "b"}),
+    ):
+        command = launch_command(*split([*given, *words.split(), *FLAGS]))
+        read = vars(runner.parse_args(command[len(BEGIN) :]))
+        assert {name: read[name] for name in expected | more} == expected | more
+    command = launch_command({}, FLAGS, {"CUDA_VISIBLE_DEVICES": "-1"})
     read = vars(runner.parse_args(command[len(BEGIN) :]))
-    assert read["user_args"] == FLAGS
-    expected = {"hostfile": hostfile, "num_gpus": 2, "num_nodes": 1, "include": "a", "exclude": "b", "launcher": "pdsh"}
-    expected |= {"launcher_args": "-x", "master_addr": "a", "master_port": 1, "no_local_rank": True}
-    assert {name: read[name] for name in expected} == expected
+    assert (read["user_script"], read["user_args"][-2:], read["no_python"]) == ("env", FLAGS[-2:], True)
 
 
 def test_runs_on_other_hosts_are_checked(hostfile: str) -> None:
@@ -201,8 +375,7 @@ def test_ranks_of_a_dry_run(hostfile: str) -> None:
     assert ranks({"num_accelerators": "4"}) == ["0", "4", "0", "4"]
     assert ranks({"hostfile": hostfile, "num_nodes": "2"}) == ["0", "8", "0", "4"]
     assert ranks({"hostfile": hostfile, "num_accelerators": "1"}) == ["0", "3", "0", "1"]
-    with pytest.raises(UserError, match="--include a is not counted in a dry run"):
-        ranks({"hostfile": hostfile, "include": "a"})
+    assert ranks({"hostfile": hostfile, "include": "a:1@c"}) == ["0", "3", "0", "2"]
 
 
 def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from megatron_terapipe.doctor.__main__ import main
+from megatron_terapipe.doctor.__main__ import _commands, main
 from megatron_terapipe.doctor.checks import findings
-from megatron_terapipe.doctor.facts import Examined
+from megatron_terapipe.doctor.facts import Examined, Host
 from megatron_terapipe.doctor.findings import Document, Level, document, print_examination
 from tests.doctor.made import GIB, healthy, on
 
@@ -63,6 +63,14 @@ def test_bad_input_gives_one_line_and_exit_code_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert error in line
+
+
+@pytest.mark.parametrize(("names", "over_ssh"), [(["localhost"], False), (["192.0.2.1"], True), (["a", "b"], True)])
+def test_each_host_is_examined_where_it_is(names: list[str], over_ssh: bool) -> None:
+    hosts = [Host(name=name) for name in names]
+    commands = _commands(hosts, healthy().launching, None)
+    assert [command[0] == "ssh" for command in commands] == [over_ssh] * len(names)
+    assert all(name in command for name, command in zip(names, commands, strict=True) if over_ssh)
 
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,11 @@ FAULTS: list[tuple[Any, ...]] = [
     ("warning node1", "limits: ulimit -u 100", on(1, resources={"processes": 100})),
     ("error node1", "limits: ulimit -l 64", on(1, resources={"locked_memory_bytes": 65536})),
     ("error", "deepspeed_env: line 2 of", launching(environment_file=("NCCL_DEBUG=INFO", "", "A=1"))),
+    (
+        "error",
+        "deepspeed_env: line 1 of .deepspeed_env has $ in the value of B",
+        launching(environment_file=("B=a$HOME",)),
+    ),
     ("warning", "variables: CUDA_MODULE_LOADING=EAGER", launching(variables={"CUDA_MODULE_LOADING": "EAGER"})),
     ("warning", "variables: TORCH_LOGS=all on node2", on(2, variables={"TORCH_LOGS": "all"})),
     ("error", "variables: NCCL_ALGO=Tree on node2", on(2, variables={"NCCL_ALGO": "Tree"})),

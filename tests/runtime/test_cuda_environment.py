@@ -10,6 +10,7 @@ from deepspeed_ext.runtime.cuda_environment import (
     compared_variables,
     hardware_queues,
     prepare_cuda_environment,
+    visible_devices,
     will_use_cuda,
 )
 
@@ -18,6 +19,22 @@ OURS = {variable.name: variable.value for variable in VARIABLES}
 
 def prepared(environment: dict[str, str], num_pipeline_ranks: int = 2) -> list[str]:
     return prepare_cuda_environment(environment, num_pipeline_ranks=num_pipeline_ranks, has_device=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "devices"),
+    [
+        ("1,0", ["1", "0"]),
+        (" 2, 3 ", ["2", "3"]),
+        ("GPU-8932f937,1", ["GPU-8932f937", "1"]),
+        ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", ["MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"]),
+        ("0,-1,1", ["0"]),
+        *((hidden, []) for hidden in ("", "-1", "NoDevFiles", "none")),
+    ],
+)
+def test_visible_devices(value: str, devices: list[str]) -> None:
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": value}) == devices
+    assert visible_devices({}) is None
 
 
 def test_unset_variables_are_set_and_listed() -> None:

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -49,12 +49,13 @@ def test_each_cause_is_named(rank: int, server: str, line: str, monkeypatch: pyt
             listening.listen()
 
         def serve() -> None:
-            while True:
-                connection = stack.enter_context(listening.accept()[0])
-                if server == "speaks":
-                    connection.sendall(b"SSH")
-                if server == "hangs up":
-                    connection.close()
+            with suppress(OSError):  # The end of the test closes the socket.
+                while True:
+                    connection = stack.enter_context(listening.accept()[0])
+                    if server == "speaks":
+                        connection.sendall(b"SSH")
+                    if server == "hangs up":
+                        connection.close()
 
         if server in ("speaks", "hangs up"):
             threading.Thread(target=serve, daemon=True).start()

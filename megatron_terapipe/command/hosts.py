@@ -1,0 +1,199 @@
+"""Where a launch runs: hosts and devices by the flags of the launcher, checked before DeepSpeed's launcher reads them.
+
+DeepSpeed's launcher ends with a traceback for flags that do not fit the hostfile (`parse_resource_filter` and `main` in
+deepspeed/launcher/runner.py, 0.19.8), starts the ranks of a single host here whatever its name is, and renumbers the
+devices of `CUDA_VISIBLE_DEVICES`.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.runtime.cuda_environment import visible_devices, will_use_cuda
+from deepspeed_ext.runtime.launch import is_this_host
+from megatron_terapipe.doctor.facts import environment_lines, line_that_changes
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.hostfile import parse_hostfile
+
+HERE = "localhost"
+"""Name of this machine where there is no hostfile."""
+
+PROGRAMS = {
+    **{"pdsh": "pdsh", "openmpi": "ompi_info", "slurm": "sinfo"},
+    **{"mpich": "mpirun", "impi": "mpirun", "mvapich": "mpiname"},
+}
+"""Launchers that DeepSpeed starts, each with the program by which it finds them."""
+
+_WHOLE = ("openmpi", "mpich", "impi", "mvapich")
+"""Launchers that start all ranks of the hostfile."""
+
+_AT_ONCE = 64
+"""Hosts that are asked at a time."""
+
+Hosts = dict[str, list[int]]
+"""Devices of each host, by number."""
+
+
+def hosts_of(flags: Mapping[str, str]) -> Hosts | None:
+    """Return the devices that a launch uses on each host; None if no flag states them.
+
+    Args:
+        flags: of the launcher, by name.
+    """
+    filters, counts = ([each for each in names if each in flags] for names in (("include", "exclude"), _COUNTS))
+    if len(filters + counts) > 1 and filters:
+        given = " and ".join(_written(flags, each) for each in filters + counts)
+        raise ConfigError(f"{given} do not go together: give one filter, or numbers")
+    each = int(flags["num_accelerators"]) if "num_accelerators" in flags else None
+    if "hostfile" not in flags:
+        if int(flags.get("num_nodes", 1)) > 1:
+            raise ConfigError(f"{_written(flags, 'num_nodes')} names no hosts: give them by --hostfile")
+        if filters:
+            chosen = _chosen(flags, filters[0], {HERE: None})
+            return chosen if "include" in flags and chosen[HERE] else None
+        return None if each is None else {HERE: list(range(each))}
+    listed = parse_hostfile(read_text(flags["hostfile"], "--hostfile"), flags["hostfile"])
+    hosts: Hosts = {host.name: list(range(host.slots)) for host in listed}
+    if "num_nodes" in flags:
+        number = int(flags["num_nodes"])
+        if number > len(hosts):
+            raise ConfigError(f"--num-nodes {number}, but the hostfile names {len(hosts)}: give at most {len(hosts)}")
+        hosts = dict(list(hosts.items())[:number])
+    if each is not None:
+        few = next((name for name, slots in hosts.items() if len(slots) < each), None)
+        if few is not None:
+            raise ConfigError(
+                f"--num-accelerators {each}, but the hostfile has slots={len(hosts[few])} for host {few}: raise the "
+                "slots, or lower the number"
+            )
+        hosts = {name: slots[:each] for name, slots in hosts.items()}
+    if filters:
+        chosen = {name: slots or hosts[name] for name, slots in _chosen(flags, filters[0], hosts).items()}
+        if filters == ["include"]:
+            hosts = {name: chosen[name] for name in hosts if name in chosen}
+        else:
+            left = {name: [each for each in hosts[name] if each not in chosen.get(name, ())] for name in hosts}
+            hosts = {name: slots for name, slots in left.items() if slots}
+        if not any(hosts.values()):
+            raise ConfigError(f"{_written(flags, filters[0])} leaves no device: name fewer")
+    _check_launcher(flags, hosts, filters + counts)
+    return hosts
+
+
+_COUNTS = ("num_nodes", "num_accelerators")
+
+
+def _chosen(flags: Mapping[str, str], name: str, hosts: Mapping[str, list[int] | None]) -> Hosts:
+    """Return the slots that a filter names of each host, sorted as DeepSpeed does; none for a whole host.
+
+    Args:
+        hosts: the slots of all hosts; None where they are not known.
+    """
+    chosen: Hosts = {}
+    for part in flags[name].split("@"):
+        host, colon, slots = part.partition(":")
+        where = f"{_written(flags, name)}: "
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*" if colon else "", slots) or not host:
+            raise ConfigError(
+                f"{where}{part!r} is not HOST or HOST:0,2, with @ between hosts: write hosts with a user or an address "
+                "of IPv6 under a name of their own in ssh's settings and the hostfile"
+            )
+        if host not in hosts:
+            raise ConfigError(f"{where}{host} is not a host {_of(flags)}: the hosts are {', '.join(list(hosts)[:8])}")
+        known = hosts[host]
+        new = [int(slot) for slot in slots.split(",") if slot]
+        wrong = None if known is None else next((slot for slot in new if slot not in known), None)
+        if wrong is not None and known is not None:
+            raise ConfigError(f"{where}host {host} has no slot {wrong}: its {len(known)} slots are numbered from 0")
+        chosen[host] = sorted({*chosen.get(host, ()), *new})
+    return chosen
+
+
+def _check_launcher(flags: Mapping[str, str], hosts: Hosts, given: Iterable[str]) -> None:
+    """Check that the launcher of other hosts can start these ranks."""
+    launcher = flags.get("launcher", "pdsh")
+    try:
+        shlex.split(flags.get("launcher_args", ""))
+    except ValueError as error:
+        raise ConfigError(f"{_written(flags, 'launcher_args')}: {error}: close each quotation mark") from None
+    numbers = {len(slots) for slots in hosts.values()}
+    if launcher in _WHOLE and (name := next(iter(given), None)):
+        raise ConfigError(
+            f"--launcher {launcher} starts all ranks of the hostfile: drop {_written(flags, name)}, and write another "
+            "hostfile"
+        )
+    if launcher in ("slurm", *_WHOLE[1:]) and len(numbers) > 1:
+        raise ConfigError(f"--launcher {launcher} needs as many slots on every host: write another hostfile")
+    if launcher == "slurm" and any(slots != list(range(len(slots))) for slots in hosts.values()):
+        raise ConfigError("--launcher slurm cannot choose devices: include or exclude whole hosts")
+
+
+def _written(flags: Mapping[str, str], name: str) -> str:
+    return f"--{name.replace('_', '-')} {flags[name]}"
+
+
+def _of(flags: Mapping[str, str]) -> str:
+    return f"of {flags['hostfile']}" if "hostfile" in flags else "without a hostfile"
+
+
+def is_here(hosts: Hosts) -> bool:
+    """Whether all ranks are on this host, which needs no ssh."""
+    return len(hosts) == 1 and is_this_host(next(iter(hosts)))
+
+
+def check_environment_file() -> None:
+    """Check the lines of .deepspeed_env, which DeepSpeed's launcher hands to the shells of the hosts."""
+    lines = environment_lines()
+    if lines is not None and (found := line_that_changes(lines)) is not None:
+        raise ConfigError(f"{found.found}; {found.rule}: {found.remedy}")
+
+
+def check_reachable(flags: Mapping[str, str], hosts: Hosts, variables: Mapping[str, str]) -> None:
+    """Check that ssh reaches all hosts, as pdsh will; other launchers have ways of their own, if they are installed."""
+    launcher = flags.get("launcher", "pdsh")
+    if shutil.which(PROGRAMS[launcher], path=variables.get("PATH")) is None:
+        raise ConfigError(
+            f"--launcher {launcher} needs the program {PROGRAMS[launcher]}, which is not on the PATH: install it, or "
+            f"give another of {', '.join(PROGRAMS)}"
+        )
+    if launcher != "pdsh":
+        return
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *shlex.split(variables["PDSH_SSH_ARGS_APPEND"])]
+
+    def fault(host: str) -> str | None:
+        done = subprocess.run(["ssh", *options, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return f"{host} ({lines[-1].strip()})" if done.returncode else None
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = [each for each in pool.map(fault, hosts) if each]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ConfigError(
+            f"ssh does not reach {', '.join(found[:3])}{more}: set up ssh without a password, or drop it from the "
+            "hostfile; terapipe doctor --hostfile examines all"
+        )
+
+
+def own_devices(hosts: Hosts | None, flags: Mapping[str, str], variables: Mapping[str, str]) -> list[str] | None:
+    """Return the devices of CUDA_VISIBLE_DEVICES for the ranks of this machine; None if it does not decide.
+
+    Numbers, UUIDs and MIG instances stay as they were given, in their order: they are those that Slurm allotted.
+    """
+    if not will_use_cuda(variables) or (listed := visible_devices(variables)) is None:
+        return None
+    stated = f"CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']}"
+    if filters := [name for name in ("include", "exclude") if name in flags]:
+        raise ConfigError(f"{stated} chooses devices, and {_written(flags, filters[0])} does, too: drop one of them")
+    number = len(listed) if hosts is None else len(hosts[HERE])
+    if number > len(listed):
+        raise ConfigError(f"{stated} shows {len(listed)} devices, and --num-accelerators is {number}: lower it")
+    if number > 1 and listed[0].startswith("MIG-"):
+        raise ConfigError(
+            f"{stated} names MIG instances, of which CUDA shows one to a process: add --num-accelerators 1"
+        )
+    return listed[:number]
