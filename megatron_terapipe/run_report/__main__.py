@@ -18,8 +18,8 @@ examples:
 """
 
 DESCRIPTION = """Write the report of a training run: main figures, predicted and measured values, the parts of an
-iteration, and incidents. The answer of the search and the measured timeline are read from the places that the run
-recorded. Curves are drawn by TensorBoard and Weights & Biases."""
+iteration, curves and incidents. The answer of the search and the measured timeline are read from the places that the
+run recorded."""
 
 
 def build_parser(prog: str) -> CommandParser:

@@ -7,8 +7,9 @@ from math import isfinite
 from statistics import fmean, median, median_high, quantiles
 from typing import Literal, get_args
 
-from megatron_terapipe.run_report.metrics_file import Piece, TrainingRun
-from megatron_terapipe.search.answer.figures import time_text
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.run_report.metrics_file import Part, Piece, TrainingRun
+from megatron_terapipe.search.answer.figures import strategy_text, time_text
 from megatron_terapipe.training.records import (
     IterationMetrics,
     Note,
@@ -161,7 +162,7 @@ class Incident:
     text: str
     """Description."""
     gravity: float = 0.0
-    """Seconds of a slow iteration, 0 for other kinds: the gravest of a kind are listed."""
+    """Times the median of a slow iteration, 0 for other kinds: the gravest of a kind are listed."""
 
     @property
     def where(self) -> str:
@@ -172,46 +173,62 @@ class Incident:
 
 
 def incidents(run: TrainingRun) -> list[Incident]:
-    """Return the incidents of a run, in the order of iterations."""
-    found = [*_of_pieces(run), *_skipped(run.iterations), *_spikes(run.iterations), *_slow(run), *_starved(run)]
-    found += [
-        Incident("save", each.iteration, each.iteration, f"training waited {time_text(each.seconds)} for a checkpoint")
-        for piece in run.pieces
-        for each in piece.of(Saved)
-    ]
-    return sorted(found, key=lambda each: (each.first, KINDS.index(each.kind)))
+    """Return the incidents of a run, in the order of time."""
+
+    def number_of(incident: Incident) -> int:
+        """Number of the start whose iteration was not repeated later."""
+        return max(n for n, each in enumerate(run.pieces) if each.iterations and each.first <= incident.first)
+
+    counted = (*_skipped(run.iterations), *_spikes(run.iterations), *_slow(run), *_starved(run))
+    found = [*_of_pieces(run), *((number_of(each), each) for each in counted)]
+    for number, piece in enumerate(run.pieces):
+        for each in piece.of(Saved):
+            text = f"training waited {time_text(each.seconds)} for a checkpoint"
+            found.append((number, Incident("save", each.iteration, each.iteration, text)))
+    found.sort(key=lambda each: (each[0], each[1].first, KINDS.index(each[1].kind)))
+    return [each for _, each in found]
 
 
 def listed(found: Sequence[Incident], most_of_kind: int) -> list[tuple[str, str]]:
-    """Return a line for each incident, kind by kind, with its kind; one line for all beyond the gravest of a kind.
+    """Return a line for each incident, with its kind; at the end one line for all beyond the gravest of a kind.
 
     Args:
-        found: in the order of iterations.
+        found: in the order of time.
     """
-    lines: list[tuple[str, str]] = []
+    gravest: list[Incident] = []
+    rest: list[tuple[str, str]] = []
     for kind in KINDS:
         of_kind = [each for each in found if each.kind == kind]
-        gravest = sorted(of_kind, key=lambda each: -each.gravity)[:most_of_kind]
-        lines += [(kind, f"{each.where}: {each.text}") for each in of_kind if each in gravest]
-        if more := len(of_kind) - len(gravest):
-            lines.append((kind, f"{more} more, the last of all at {of_kind[-1].where}"))
-    return lines
+        gravest += sorted(of_kind, key=lambda each: -each.gravity)[:most_of_kind]
+        if (more := len(of_kind) - most_of_kind) > 0:
+            rest.append((kind, f"{more} more, the last of all at {of_kind[-1].where}"))
+    return [(each.kind, f"{each.where}: {each.text}") for each in found if each in gravest] + rest
 
 
-def _of_pieces(run: TrainingRun) -> Iterator[Incident]:
+def strategy_line(start: RunStart | None) -> str:
+    """Return the strategy in one line; empty if it is unknown."""
+    if start is None or start.strategy is None:
+        return ""
+    try:
+        return strategy_text(start.strategy)
+    except UserError:  # of a later version
+        return ""
+
+
+def _of_pieces(run: TrainingRun) -> Iterator[tuple[int, Incident]]:
     for number, piece in enumerate(run.pieces):
         before = run.pieces[number - 1] if number else None
         if before is not None:
-            yield Incident("restart", piece.first, piece.first, _restart_text(before, piece))
+            yield number, Incident("restart", piece.first, piece.first, _restart_text(before, piece))
         elif piece.first > 1:
-            yield Incident("start", piece.first, piece.first, "resumed from a checkpoint")
+            yield number, Incident("start", piece.first, piece.first, "resumed from a checkpoint")
         last = piece.iterations[-1].iteration if piece.iterations else piece.first
         if piece.end is not None and piece.end.failed:
-            yield Incident("failure", last, last, piece.end.reason)
+            yield number, Incident("failure", last, last, piece.end.reason)
         elif piece.end is not None:
-            yield Incident("end", last, last, piece.end.reason or "the last iteration was reached")
+            yield number, Incident("end", last, last, piece.end.reason or "the last iteration was reached")
         elif piece.start is not None:
-            yield Incident("end", last, last, NO_END)
+            yield number, Incident("end", last, last, NO_END)
 
 
 def _restart_text(before: Piece, piece: Piece) -> str:
@@ -222,6 +239,8 @@ def _restart_text(before: Piece, piece: Piece) -> str:
         parts.append(f"{'1 iteration was' if again == 1 else f'{again} iterations were'} repeated")
     if before.end is not None and piece.start is not None:
         parts.append(f"{time_text(max(piece.start.time - before.end.time, 0.0))} after the previous end")
+    if piece.start is not None and not Part(before.start).continues_in(piece.start):
+        parts.append(f"under another layout, {strategy_line(piece.start)}")
     return ", ".join(parts)
 
 
@@ -248,17 +267,18 @@ def _spikes(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
 
 
 def _slow(run: TrainingRun) -> Iterator[Incident]:
-    """Yield the iterations that took far longer than others of their batch size, without the first ones of pieces."""
-    # Iterations of `steady` have one batch size, except in a run that is too short to exclude any.
-    times: dict[int, list[float]] = {}
-    for each in run.steady:
-        times.setdefault(each.global_batch_size, []).append(each.iteration_time_s)
-    bounds = {size: outlier_bound(of_size, SPREADS, LEAST_RATIO) for size, of_size in times.items()}
-    middle = median_high(each.iteration_time_s for each in run.steady)
-    for each in run.steady:
-        if each.iteration_time_s > bounds[each.global_batch_size]:
-            text = f"{time_text(each.iteration_time_s)}, {each.iteration_time_s / middle:.1f} times the median"
-            yield Incident("slow iteration", each.iteration, each.iteration, text, gravity=each.iteration_time_s)
+    """Yield the iterations that took far longer than others of their layout and batch size, without the first ones."""
+    for part in run.parts:
+        # They have one batch size, except in a part that is too short to exclude any.
+        for _, group in groupby(part.steady, key=lambda each: each.global_batch_size):
+            alike = list(group)
+            bound = outlier_bound((each.iteration_time_s for each in alike), SPREADS, LEAST_RATIO)
+            middle = median_high(each.iteration_time_s for each in alike)
+            for each in alike:
+                if each.iteration_time_s > bound:
+                    ratio = each.iteration_time_s / middle
+                    text = f"{time_text(each.iteration_time_s)}, {ratio:.1f} times the median"
+                    yield Incident("slow iteration", each.iteration, each.iteration, text, gravity=ratio)
 
 
 def _starved(run: TrainingRun) -> Iterator[Incident]:

@@ -165,6 +165,31 @@ class Piece:
         return 1 if self.start is None else self.start.iteration + 1
 
 
+@dataclass
+class Part:
+    """Iterations of a run under one layout: of consecutive starts with the same strategy and devices."""
+
+    start: RunStart | None
+    """The first of the starts; None if the file has none."""
+    iterations: list[IterationMetrics] = field(default_factory=list)
+    warm: list[IterationMetrics] = field(default_factory=list)
+    """The same without the first ones after each start."""
+
+    @cached_property
+    def steady(self) -> list[IterationMetrics]:
+        """Iterations of the last batch size, without the first ones after each start; if there are none, all."""
+        last = self.iterations[-1].global_batch_size
+        return [each for each in self.warm if each.global_batch_size == last] or self.iterations
+
+    def continues_in(self, start: RunStart | None) -> bool:
+        """Whether a start has its layout."""
+
+        def layout(start: RunStart) -> object:
+            return start.strategy, start.machine.device, start.machine.num_devices
+
+        return start is None or (self.start is not None and layout(start) == layout(self.start))
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """A training run: the contents of its metrics file."""
@@ -204,16 +229,21 @@ class TrainingRun:
         return [each for _, iterations in self.counted for each in iterations]
 
     @cached_property
+    def parts(self) -> list[Part]:
+        """Its iterations, each once, by layout, in ascending order."""
+        parts: list[Part] = []
+        for piece, iterations in self.counted:
+            if iterations:
+                if not parts or not parts[-1].continues_in(piece.start):
+                    parts.append(Part(piece.start))
+                parts[-1].iterations += iterations
+                parts[-1].warm += [each for each in iterations if each.iteration >= piece.first + WARM_UP]
+        return parts
+
+    @property
     def steady(self) -> list[IterationMetrics]:
-        """Iterations of the last batch size, without the first ones after each start; if there are none, all."""
-        last = self.iterations[-1].global_batch_size
-        found = [
-            each
-            for piece, iterations in self.counted
-            for each in iterations
-            if each.iteration >= piece.first + WARM_UP and each.global_batch_size == last
-        ]
-        return found or self.iterations
+        """The steady iterations of its last layout."""
+        return self.parts[-1].steady
 
     @property
     def num_repeated(self) -> int:

@@ -19,8 +19,9 @@ from megatron_terapipe.page.document import (
     timelines,
 )
 from megatron_terapipe.run_report.comparison import COMPUTE, ON_CPU
-from megatron_terapipe.run_report.figures import listed
-from megatron_terapipe.run_report.report import RunReport, about, glance, heading, strategy_line, title_of
+from megatron_terapipe.run_report.curves import curves
+from megatron_terapipe.run_report.figures import listed, strategy_line
+from megatron_terapipe.run_report.report import RunReport, about, glance, heading, part_lines, title_of
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
 from megatron_terapipe.training.records import STARVED_BELOW, ExpertLoads, Saved, latest_loads, starved_text
 
@@ -120,8 +121,8 @@ LEGEND_OF_TIMES = ("compute", "waiting for other ranks", "transfers", "host", "s
 
 def main_figures(report: RunReport) -> str:
     """Return the model, the strategy and the main figures."""
-    line = strategy_line(report.run.start)
-    first = f'<p class="winner">{escape(line)}</p>' if line else ""
+    lines = part_lines(report.run) or [strategy_line(report.run.start)]
+    first = "".join(f'<p class="winner">{escape(line)}</p>' for line in lines if line)
     return f'<p class="sub">{escape(heading(report.run.start))}</p>{first}' + facts(list(glance(report)))
 
 
@@ -237,7 +238,7 @@ def timeline(report: RunReport) -> str:
 
 
 def incident_list(report: RunReport) -> str:
-    """Return the incidents, kind by kind."""
+    """Return the incidents, in the order of time."""
     found = report.incidents
     if not found:
         return ""
@@ -261,6 +262,7 @@ def render_report(reports: Sequence[RunReport]) -> str:
         name = f" ({report.run.name})" if len(reports) > 1 else ""
         contents += [
             (f"Run{name}" if name else "", main_figures(report), ""),
+            (f"Curves{name}", curves(report.run), ""),
             (f"Predicted and measured{name}", predictions(report), ""),
             (f"Parts of an iteration{name}", times(report), ""),
             (f"Memory of each stage{name}", memory(report), ""),

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, Literal, TypeVar
 
 from deepspeed_ext.plan.errors import UserError
@@ -17,9 +18,9 @@ from megatron_terapipe.run_report.comparison import (
     read_measured_steps,
     read_prediction,
 )
-from megatron_terapipe.run_report.figures import NO_END, Figures, Incident, figures_of, incidents, listed
-from megatron_terapipe.run_report.metrics_file import TrainingRun, read_runs
-from megatron_terapipe.search.answer.figures import bytes_text, count_text, strategy_text, time_text
+from megatron_terapipe.run_report.figures import NO_END, Figures, Incident, figures_of, incidents, listed, strategy_line
+from megatron_terapipe.run_report.metrics_file import Part, TrainingRun, read_runs
+from megatron_terapipe.search.answer.figures import bytes_text, count_text, time_text
 from megatron_terapipe.training.records import ExpertLoads, RunStart, latest_loads
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class RunReport:
     run: TrainingRun
     figures: Figures
     incidents: Sequence[Incident]
-    """In the order of iterations."""
+    """In the order of time."""
     steps: MeasuredSteps | None
     """Its measured steps; None if there are none."""
     prediction: Prediction | None
@@ -136,7 +137,7 @@ class RunDocument(Figures):
     kept: tuple[ComparedFigure, ...]
     """Predicted and measured figures; empty = there is no answer of the search."""
     incidents: tuple[Incident, ...]
-    """Incidents, in the order of iterations."""
+    """Incidents, in the order of time."""
     missing: tuple[str, ...]
     """Unknown figures, each with the flag that records it."""
     expert_loads: ExpertLoads | None
@@ -201,14 +202,15 @@ def heading(start: RunStart | None) -> str:
     )
 
 
-def strategy_line(start: RunStart | None) -> str:
-    """Return the strategy in one line; empty if it is unknown."""
-    if start is None or start.strategy is None:
-        return ""
-    try:
-        return strategy_text(start.strategy)
-    except UserError:  # of a later version
-        return ""
+def part_lines(run: TrainingRun) -> list[str]:
+    """Return a line for each layout of a run; empty if it had one."""
+
+    def line(part: Part) -> str:
+        first, last = part.iterations[0].iteration, part.iterations[-1].iteration
+        seconds = median(each.iteration_time_s for each in part.steady)
+        return f"iterations {first} to {last}: {strategy_line(part.start)}, {time_text(seconds)} an iteration"
+
+    return [line(part) for part in run.parts] if len(run.parts) > 1 else []
 
 
 def about(report: RunReport) -> Iterator[tuple[str, str]]:
@@ -245,6 +247,7 @@ def glance(report: RunReport) -> Iterator[tuple[str, str]]:
     prediction = "" if predicted is None else f", predicted {time_text(predicted.iteration_time_s)}"
     spread = figures.iteration_time_s
     within = f"90 % within {time_text(spread.low)} to {time_text(spread.high)}"
+    within += ", of the last layout" if len(report.run.parts) > 1 else ""
     yield time_text(spread.median), f"an iteration, {within}{prediction}"
     yield f"{figures.tokens_per_s.median:,.0f}", "tokens a second"
     for name, tflops in (("", figures.tflops_per_device), (", causal attention", figures.tflops_per_device_causal)):
@@ -306,7 +309,7 @@ def _of_run(report: RunReport, named: bool) -> Iterator[str]:
     run = report.run
     if named:
         yield f"\n{run.name}"
-    yield from (f"  {line}" for line in (heading(run.start), strategy_line(run.start)) if line)
+    yield from (f"  {line}" for line in (heading(run.start), *(part_lines(run) or [strategy_line(run.start)])) if line)
     yield from (f"  {value:>12}  {name}" for value, name in glance(report))
     if report.compared:
         yield f"  {'':<18}{'predicted':>12}{'measured':>12}{'difference':>14}"

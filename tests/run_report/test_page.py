@@ -9,11 +9,21 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.run_report.__main__ import main
-from megatron_terapipe.run_report.metrics_file import line_of
+from megatron_terapipe.run_report.curves import curves, round_values
+from megatron_terapipe.run_report.metrics_file import Piece, line_of, read_runs
 from megatron_terapipe.run_report.page import LEVELS, MOST_COLUMNS, expert_pictures
 from megatron_terapipe.training.records import ExpertLoads, latest_loads
 from tests.html_pages import Page
-from tests.run_report.made_up import START, lines_of, whole_run, write_answer, write_lines, write_timeline
+from tests.run_report.made_up import (
+    START,
+    STRATEGY,
+    iteration,
+    lines_of,
+    whole_run,
+    write_answer,
+    write_lines,
+    write_timeline,
+)
 
 
 def test_a_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
@@ -26,6 +36,7 @@ def test_a_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     page = (tmp_path / "deep" / "report.html").read_text()
     parsed = Page(page)
     assert parsed.headings == [
+        "Curves",
         "Predicted and measured",
         "Parts of an iteration",
         "Memory of each stage",
@@ -41,6 +52,42 @@ def test_a_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     for rule in ("prefers-color-scheme: dark", "@media print", "max-width: 640px", 'name="viewport"'):
         assert rule in page
     assert "<script>alert" not in page and "<b>&" not in page
+
+
+def test_curves_have_a_line_for_each_layout_and_gaps_for_unknown_losses(tmp_path: Path) -> None:
+    other = replace(START, iteration=20, strategy=replace(STRATEGY, num_token_slices=1, token_slices=None).to_json())
+    lines = [START, *lines_of(range(1, 31), {5: {"lm_loss": float("nan")}}), other, *lines_of(range(21, 1201))]
+    (run,) = read_runs([str(write_lines(tmp_path / "metrics.jsonl", lines))])
+    page = curves(run)
+    assert "iterations 1 to 20" in page and "iterations 21 to 1200" in page and "nan" not in page
+    pictures = re.findall("<svg.*?</svg>", page)
+    assert [re.findall('aria-label="(.*?) over', each)[0] for each in pictures] == [
+        *("loss", "time of an iteration", "learning rate")
+    ]
+    for picture in pictures:
+        places = [each.split() for each in re.findall('polyline points="(.*?)"', picture)]
+        # Means of three iterations each.
+        assert [len(each) for each in places] == [7, 394]
+        assert all(
+            70 <= float(x) <= 1000 and 0 <= float(y) <= 170
+            for line in places
+            for x, y in [each.split(",") for each in line]
+        )
+    assert pictures[0].count("<circle") == len(run.evaluations()) == 120 and "<circle" not in pictures[1]
+    assert curves(replace(run, pieces=(Piece([iteration(1)]),))) == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "values"),
+    [
+        (1, 600, [100, 200, 300, 400, 500, 600]),
+        (0, 1e-3, [0, 2e-4, 4e-4, 6e-4, 8e-4, 1e-3]),
+        (2.2, 5.7, [2.5, 3, 3.5, 4, 4.5, 5, 5.5]),
+        (1, 2, [1, 1.2, 1.4, 1.6, 1.8, 2]),
+    ],
+)
+def test_axes_have_round_values(low: float, high: float, values: list[float]) -> None:
+    assert round_values(low, high) == pytest.approx(values)
 
 
 def test_several_runs_have_sections_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

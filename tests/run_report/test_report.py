@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.comparison import UNKNOWN
-from megatron_terapipe.run_report.figures import listed
+from megatron_terapipe.run_report.figures import NO_END, listed
 from megatron_terapipe.run_report.report import ReportDocument, RunReport, read_report, report_document, summary
 from megatron_terapipe.training.records import RunEnd
 from tests.run_report.made_up import (
@@ -67,14 +67,40 @@ def test_incidents(whole: RunReport) -> None:
         ("slow iteration", 12, 12),
         ("spike", 15, 15),
         ("save", 20, 20),
+        ("end", 25, 25),
         ("restart", 21, 21),
         ("spike", 24, 24),
-        ("end", 25, 25),
         ("end", 40, 40),
     ]
     texts = {each.first: each.text for each in whole.incidents}
     assert texts[12] == "5 s, 10.0 times the median"
     assert texts[21].startswith("started again with iteration 21, 5 iterations were repeated, 60 s after")
+
+
+def test_each_layout_is_measured_by_itself(tmp_path: Path) -> None:
+    """The second is three times as fast; one iteration of it is slow, though it is faster than the first layout."""
+    other = replace(START, iteration=20, strategy=replace(STRATEGY, schedule="gpipe").to_json(), time=1e9 + 80)
+    fast = {number: {"iteration_time_s": 0.15} for number in range(21, 101)} | {60: {"iteration_time_s": 0.3}}
+    lines = [START, *lines_of(range(1, 31), {25: {"iteration_time_s": 2.0}}), other, *lines_of(range(21, 101), fast)]
+    report = report_of(tmp_path, lines)
+    assert report.figures.iteration_time_s.median == 0.15
+    assert [(each.kind, each.where, each.text) for each in report.incidents] == [
+        ("end", "iteration 30", NO_END),
+        (
+            "restart",
+            "iteration 21",
+            "started again with iteration 21, 10 iterations were repeated, under another layout, "
+            "dp 1 · tp 1 · pp 2 · micro-batch 2 · gpipe · 2 token slices · ZeRO 1",
+        ),
+        ("slow iteration", "iteration 60", "300 ms, 2.0 times the median"),
+        ("end", "iteration 100", NO_END),
+    ]
+    lines = summary([report]).splitlines()
+    assert (
+        "  iterations 1 to 20: dp 1 · tp 1 · pp 2 · micro-batch 2 · 1f1b · 2 token slices · ZeRO 1, 500 ms an iteration"
+        in lines
+    )
+    assert any(line.startswith("  iterations 21 to 100: ") and line.endswith(", 150 ms an iteration") for line in lines)
 
 
 def test_the_gravest_incidents_of_a_kind_are_listed(tmp_path: Path) -> None:

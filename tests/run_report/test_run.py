@@ -52,10 +52,10 @@ def test_a_start_that_was_killed_before_its_first_iteration_repeats_none(tmp_pat
     assert [each.iteration for each in report.run.evaluations()] == [10, 20, 30, 40]
     assert (report.figures.starts, report.figures.repeated) == (3, 5)
     assert [each.text.partition(",")[0] for each in report.incidents if each.kind == "restart"] == [
-        "started again with iteration 1",
         "started again with iteration 21",
+        "started again with iteration 1",
     ]
-    assert "iteration 1, 100 s after the previous end" in report.incidents[0].text
+    assert "iteration 1, 100 s after the previous end" in report.incidents[-2].text
 
 
 def test_pieces_without_starts_are_divided_where_iterations_decrease_or_joined(tmp_path: Path) -> None:
