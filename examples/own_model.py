@@ -6,6 +6,8 @@ The model has two stages. With four ranks, the two of a stage share the tokens o
 A layer sees one token slice of every sequence. Its argument `past` has all that it needs of earlier tokens.
 """
 
+import os
+
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec
@@ -42,6 +44,8 @@ def counting():
 
 
 init_distributed()
+# Without their share of the cores, ranks on CPUs would wait for each other's threads.
+torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // deepspeed.comm.get_world_size()))
 model = TokenSlicePipelineModule(
     [LayerSpec(nn.Embedding, VOCAB, HIDDEN), *[LayerSpec(Block)] * 4, LayerSpec(nn.Linear, HIDDEN, VOCAB)],
     layout=ParallelLayout(

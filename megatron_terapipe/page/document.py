@@ -62,7 +62,7 @@ def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable
         )
         mark = ""
         if bar.limit is not None:
-            mark = f'<b class="limit" style="left:{100 * bar.limit / longest:.3f}%" title="memory of the device"></b>'
+            mark = f'<b class="limit" style="left:{100 * bar.limit / longest:.3f}%" title="{LIMIT}"></b>'
         label = f'<div class="label" title="{escape(bar.label, quote=True)}">{escape(bar.label)}</div>'
         rows.append(
             f'<div class="row">{label}<div class="track">{pieces}{mark}</div>'
@@ -71,9 +71,14 @@ def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable
     return f'<div class="bars">{"".join(rows)}</div>'
 
 
+LIMIT = "memory of the device"
+
+
 def chart(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable[[float, Bar], str]) -> str:
     """Return stacked bars below the legend of the parts that any of them has."""
     shown = [name for name in palette if any(bar.parts.get(name, 0.0) > 0 for bar in bars)]
+    if any(bar.limit is not None for bar in bars):
+        shown, palette = [*shown, LIMIT], {**palette, LIMIT: "var(--accent)"}
     return legend(shown, palette) + stacked_bars(bars, palette, text)
 
 

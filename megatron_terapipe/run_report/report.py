@@ -261,7 +261,9 @@ def glance(report: RunReport) -> Iterator[tuple[str, str]]:
             yield f"{share:.1%}", name if expected is None else f"{name}, predicted {expected:.0%}"
     if report.steps is not None:
         prediction = "" if predicted is None else f", predicted {predicted.bubble_ratio:.1%}"
-        yield f"{report.steps.bubble_ratio:.1%}", f"bubble ratio{prediction}"
+        number = len(report.steps.comparison.steps)
+        of_steps = f", median of {number} steps" if number > 1 else ""
+        yield f"{report.steps.bubble_ratio:.1%}", f"bubble ratio{of_steps}{prediction}"
     if figures.peak_memory_bytes:
         prediction = ""
         if predicted is not None and predicted.memory_per_rank:

@@ -241,8 +241,8 @@ def write_drawings(step: StepRecord, directory: Path) -> str:
     (directory / "timeline.html").write_text(render_html(panels, title))
     (directory / "timeline.trace.json").write_text(render_chrome_trace(timeline))
     return (
-        f" wrote {directory}/timeline.svg, .html, .json and .trace.json: bubble {timeline.bubble_ratio:.1%}, simulated "
-        f"time {comparison.efficiency:.1%} of the measured"
+        f" wrote {directory}/timeline.svg, .html, .json and .trace.json: bubble {timeline.bubble_ratio:.1%} in "
+        f"iteration {step.iteration}, simulated time {comparison.efficiency:.1%} of the measured"
     )
 
 

@@ -75,7 +75,10 @@ def render_page(
         body.append(section("Timeline", note + timelines(panels, "predicted timeline"), kind="timeline"))
     search, rejected = document.search, Counter(document.search.rejected)
     bars = [Bar(rule, {"rejected": float(count)}, f"{count:,}") for rule, count in rejected.most_common()]
-    text = f"{search.considered:,} strategies were considered, and {rejected.total():,} rejected."
+    text = (
+        f"Of {search.considered:,} combinations of settings, {search.considered - search.priced:,} break a rule or "
+        f"equal others, and {search.priced:,} were priced: {search.considered - rejected.total():,} of them can run."
+    )
     drawn = stacked_bars(bars, colours(["rejected"]), lambda _, bar: bar.figure)
     body.append(section("Rejected strategies", f'<p class="sub">{text}</p>{drawn}'))
     return html_document(title, "\n".join(body))
@@ -129,7 +132,7 @@ def _ranking(document: RankDocument) -> str:
         lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
     more = len(document.entries) - len(entries)
     rest = f'<p class="sub">{more} more are in the JSON.</p>' if more > 0 else ""
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
+    return f'<div class="wide"><table class="ranking"><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
 
 
 def _times(entries: list[RankedEntry]) -> str:
@@ -154,7 +157,7 @@ def _memory(problem: SearchProblem, entry: RankedEntry) -> str:
     ranks = zip(entry.price.memory_per_rank, devices, _layers_of_ranks(problem, strategy), strict=True)
     for index, (rank, device, layers) in enumerate(ranks):
         parts = {words: rank[name] for name, words in MEMORY_NAMES.items()}
-        label = f"rank {index}, {layers}"
+        label = f"pipeline rank {index}, {layers}"
         if len({node.device for node in problem.cluster.nodes}) > 1:
             label += f", {device.name}"
         figure = f"{bytes_text(rank['total'])} of {bytes_text(device.memory_bytes)}"

@@ -214,7 +214,7 @@ def test_sections_of_the_page() -> None:
     for text in ("ours & <theirs>", "deepspeed <run>", "[why] <it> falls", "does not fit <memory>"):
         assert text in unescape(page)
         assert text not in page or "<" not in text
-    assert "5,000 strategies were considered, and 4,000 rejected." in page
+    assert "Of 5,000 combinations of settings, 4,000 break a rule or equal others, and 1,000 were priced: 1,000" in page
     assert "token slices: 80, 48" in page
     assert "rank 3, layers 3" in page
 

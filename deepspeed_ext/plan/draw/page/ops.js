@@ -68,8 +68,9 @@ function fillOp(pen, kind, x, y, width, height, colour) {
 
 // Times and names.
 
-function shown(time, unit) {
-  if (unit === "s" && Math.abs(time) < 1) return `${Number((time * 1000).toPrecision(5))} ms`;
+// Within a second a time is in milliseconds; on an axis all are as the largest one.
+function shown(time, unit, largest = time) {
+  if (unit === "s" && Math.abs(largest) < 1) return `${Number((time * 1000).toPrecision(5))} ms`;
   return `${Number(time.toPrecision(6))}${unit ? ` ${unit}` : ""}`;
 }
 

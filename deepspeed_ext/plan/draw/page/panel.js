@@ -70,7 +70,7 @@ class View {
       pen.lineTo(x, this.rowsHeight + 4);
       pen.stroke();
       pen.fillStyle = colours.soft;
-      pen.fillText(shown(time, this.panel.unit), x, this.rowsHeight + 16);
+      pen.fillText(shown(time, this.panel.unit, view.to), x, this.rowsHeight + 16);
     }
   }
 
@@ -242,6 +242,8 @@ class View {
       const own = state.panel === this && state.rank === rank;
       pen.fillStyle = own ? colours.ink : colours.soft;
       pen.fillText(ops.name, LEFT - 10, this.rowTop(rank) + this.rowHeight / 2);
+      pen.fillStyle = this.rankColour(rank);
+      if (this.hasMemory) pen.fillRect(LEFT - 7, this.rowTop(rank), 4, this.rowHeight);
     });
     if (!this.hasMemory) return;
     pen.font = "11px sans-serif";
@@ -251,7 +253,7 @@ class View {
     }
     pen.textAlign = "left";
     const dashed = panel.host_memory.length ? "; dashed: on the host" : "";
-    pen.fillText(panel.memory_unit + dashed, LEFT + 4, this.rowsHeight + AXIS + 4);
+    pen.fillText(`${panel.memory_unit}: a line for each rank, in the colour beside its name${dashed}`, LEFT + 4, this.rowsHeight + AXIS + 4);
   }
 
   listen() {
