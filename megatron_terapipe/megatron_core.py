@@ -429,7 +429,7 @@ class SliceRotary(nn.Module):
 class SliceAttention(nn.Module):
     """megatron-core's core attention of a token slice, to itself and to those before it.
 
-    Latent attention has values that are narrower than its keys; zeros make them as wide.
+    Latent attention has values and keys of two widths; zeros make them equal.
     """
 
     def __init__(
@@ -444,9 +444,11 @@ class SliceAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Query [N, B, heads, D], key [N, B, groups, D] and value [N, B, groups, V] in, [N, B, heads V] out."""
-        width, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
+        width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+        query, key, value = (each.transpose(0, 1) for each in (query, key, value))
         attended = self.view.past.attend(
-            *(F.pad(each.transpose(0, 1), (0, widest - each.shape[-1])) for each in (query, key, value)),
+            *(F.pad(each, (0, -missing)) if missing < 0 else each for each in (query, key)),
+            F.pad(value, (0, missing)) if missing > 0 else value,
             scale=query.shape[-1] ** -0.5 if self.scale is None else self.scale,
             dropout=self.dropout if self.training else 0.0,
             first_head=self.first_head,
