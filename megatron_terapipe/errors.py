@@ -26,6 +26,10 @@ class AgreedCheckpointError(CheckpointError):
     """One that every rank raises at the same time, so that one of them reports it."""
 
 
+class AgreedDataError(DataError):
+    """One that every rank raises at the same time, so that one of them reports it."""
+
+
 class SearchError(ConfigError):
     """One that the first rank found, and that every rank raises, so that the first reports it."""
 

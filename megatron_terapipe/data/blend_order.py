@@ -10,7 +10,7 @@ dataset has given, of which some are stored.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import inf
 from threading import Lock
 
@@ -109,7 +109,7 @@ def _chosen(
     missing = (1 << (len(players) - 1).bit_length()) - len(players)  # They lose every match.
     score = np.concatenate([given[players].astype(np.float64), np.full(missing, 1e300)])
     datasets, numbers = np.empty(num_samples, np.int32), np.empty(num_samples, np.int64)
-    choose: Callable[..., None] = compiled(play) if num_samples >= _COMPILED_FROM else play
+    choose = _compiled_play() if num_samples >= _COMPILED_FROM else play
     choose(
         np.concatenate([players, np.arange(len(players), len(score))]),
         np.concatenate([shares[players], np.zeros(missing)]),
@@ -121,6 +121,11 @@ def _chosen(
     after = np.empty_like(given)
     after[players] = score[: len(players)]
     return datasets, numbers, after
+
+
+@cache
+def _compiled_play() -> Callable[..., None]:
+    return compiled(play)
 
 
 def play(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.config.data import DataConfig
 from megatron_terapipe.config.options import with_value
-from megatron_terapipe.data.datasets import SampleDataset
+from megatron_terapipe.data.datasets import SampleDataset, prepare_samples
 from megatron_terapipe.data.subword_tokenizers import PackageTokenizer, Tokenizer
 from megatron_terapipe.errors import DataError
 
@@ -44,6 +44,10 @@ class FillInTheMiddle:
         tokens, pad = self._samples[sample], self._ids["fim_pad_token"]
         parts = _by_part(tokens, self._ids["fim_eod_token"], lambda part: self._document(part, random))[: len(tokens)]
         return np.concatenate([parts, np.full(len(tokens) - len(parts), pad, np.int64)])
+
+    def prepare(self, sample: int) -> None:
+        """Draw the orders that a run from a sample on begins with."""
+        prepare_samples(self._samples, sample)
 
     def _document(self, tokens: Tokens, random: np.random.RandomState) -> Tokens:
         rate, of_fragment, split = self._data.fim_rate, self._data.fim_fragment_rate, self._ids.get("fim_split_sample")

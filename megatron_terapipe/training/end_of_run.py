@@ -41,7 +41,14 @@ from deepspeed_ext.runtime.health.rank_watch import LOST, RankWatch, watch_rank
 from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError
 from megatron_terapipe.checkpoint.directories import latest_checkpoint, names_model_folder
 from megatron_terapipe.config import CheckpointConfig, Config
-from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError, ConfigError, NumbersError, SearchError
+from megatron_terapipe.errors import (
+    AgreedCheckpointError,
+    AgreedDataError,
+    CheckpointError,
+    ConfigError,
+    NumbersError,
+    SearchError,
+)
 
 LAUNCHER_REPORTS = "TERAPIPE_SAVE"
 """Variable with the directory of `--save`, perhaps empty, where `terapipe train` reports Ctrl-C itself."""
@@ -55,7 +62,7 @@ class LostRank(Exception):
     """The end of this rank because another one has died, which has been printed."""
 
 
-AGREED = (AgreedCheckpointError, NumbersError, SearchError)
+AGREED = (AgreedCheckpointError, AgreedDataError, NumbersError, SearchError)
 """Errors that every rank of all hosts raises at the same time."""
 
 

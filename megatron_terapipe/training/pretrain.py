@@ -91,6 +91,7 @@ def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: E
         end.lost = write_loss
         from megatron_terapipe.checkpoint.agreement import from_first_rank
         from megatron_terapipe.training.build_engine import build_engine, process_group
+        from megatron_terapipe.training.long_work import work_of_any_rank
         from megatron_terapipe.training.run import prepare, with_whole_checkpoint
         from megatron_terapipe.training.run_summary import start_of_log
         from megatron_terapipe.training.trainer import Trainer
@@ -113,6 +114,7 @@ def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: E
                 from_first_rank(hold_saves)
             with stall_watch.ledger.phase("verifying the checkpoint"):
                 run = with_whole_checkpoint(run, config, print if first else lambda line: None)
+            work_of_any_rank("checking and ordering the data", run.prepare_data, stall_watch.ledger)
             engine = build_engine(run, stall_watch)
             Trainer(run, engine, report.refresh_if_due).run()
 

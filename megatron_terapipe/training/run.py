@@ -29,9 +29,9 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoint
 from megatron_terapipe.config import Config, LoggingConfig
 from megatron_terapipe.config.batch import BatchSizes, EvaluationBatch
-from megatron_terapipe.config.data import DEFAULT_SPLIT
+from megatron_terapipe.config.data import DEFAULT_SPLIT, PARTS
 from megatron_terapipe.config.training import TrainingConfig
-from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets
+from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets, prepare_samples
 from megatron_terapipe.data.fill_in_the_middle import FillInTheMiddle
 from megatron_terapipe.data.own_dataset import own_datasets
 from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
@@ -127,6 +127,21 @@ class Run:
         """Peak of a device in TFLOP/s, of `--peak-tflops-per-device` or its data sheet; None where that is unknown."""
         return self.config.logging.peak_tflops_per_device or peak_tflops_here(self.config.precision.dtype)
 
+    def prepare_data(self) -> None:
+        """Check the files of the data, and draw the orders that this run begins with; of large data it takes minutes.
+
+        Raises:
+            DataError: if the data is of another tokenizer, or damaged.
+        """
+        data = self.config.data
+        if self.launch.rank == 0 and not data.mock_data and not self.trained.makes_data(self.config):
+            check_tokenizer_records(
+                data.prefixes, self.tokenizer, reads_ends=data.reads_ends, verifies=data.verify_data
+            )
+            check_token_ids(data.prefixes, self.tokenizer, index_cache(data))
+        for part, sample in zip(PARTS, (self.start.consumed_samples, 0, 0), strict=True):
+            prepare_samples(getattr(self.datasets, part), sample)
+
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
         """Return the description of this run in a checkpoint."""
         return CheckpointInfo(
@@ -208,10 +223,8 @@ def prepare(
         ask=ask,
         trained=trained,
     )
-    if launch.rank == 0 and not config.data.mock_data and not trained.makes_data(config):
-        data = config.data
-        check_tokenizer_records(data.prefixes, tokenizer, reads_ends=data.reads_ends, verifies=data.verify_data)
-        check_token_ids(config.data.prefixes, tokenizer, index_cache(config.data))
+    if config.training.dry_run:
+        run.prepare_data()
     slow = slow_planning(run.pipeline)
     if slow is not None and launch.rank == 0:
         print(slow, file=sys.stderr, flush=True)

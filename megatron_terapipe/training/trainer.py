@@ -17,8 +17,6 @@ from types import TracebackType
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention
@@ -31,6 +29,7 @@ from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import SaveError
 from megatron_terapipe.training.auto_plan import keep_schedule, keep_strategy, notes
+from megatron_terapipe.training.long_work import any_rank
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.number_guards import (
     BadIteration,
@@ -52,13 +51,6 @@ class ExitReason(Enum):
     SIGNAL = "a SIGTERM came"
     DURATION = "--exit-duration-in-mins have passed"
     INTERVAL = "--exit-interval is reached"
-
-
-def any_rank(mine: bool) -> bool:
-    """Whether a condition is true on any rank; a collective operation of all ranks."""
-    flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
 
 
 @dataclass

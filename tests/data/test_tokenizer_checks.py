@@ -37,11 +37,12 @@ def write(prefix: Path, *documents: list[int], vocab_size: int = 50257) -> Path:
 def test_the_range_is_that_of_the_whole_file_whatever_the_pieces(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [3, 1, 50256], [7] * 100, [2])
     for size in (1, 7, 1 << 24):
-        with patch.object(module, "_TOKENS_AT_ONCE", size):
+        with patch.object(module, "_TOKENS_AT_ONCE", size), patch.object(module, "_KEPT_FROM", size % 7):
             assert token_range(str(prefix), IndexCache(None)) == (0, 50256)
 
 
-def test_it_is_read_once_until_the_file_changes(tmp_path: Path) -> None:
+def test_it_is_read_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT_FROM", 0)
     prefix, cache = write(tmp_path / "c", [1, 2]), IndexCache(tmp_path / "cache")
     assert token_range(str(prefix), cache) == (0, 2)
     with patch.object(module, "_range", side_effect=AssertionError("read again")):

@@ -58,11 +58,13 @@ def test_data_of_another_tokenizer_is_refused_by_the_first_rank(data: Path) -> N
     first = replace(LAUNCH, rank=0, local_rank=0)
     record = TokenizerRecord.of(data, ByteTokenizer(), "", ends=True)
     record.write(data)
-    prepared(data, "--eod-mask-loss", first)
+    prepared(data, "--eod-mask-loss", first).prepare_data()
     replace(record, first_text="of another").write(data)
-    prepared(data)
+    prepared(data).prepare_data()
     with pytest.raises(DataError, match=r"--tokenizer-type byte"):
-        prepared(data, launch=first)
+        prepared(data, launch=first).prepare_data()
+    with pytest.raises(DataError, match=r"--tokenizer-type byte"):
+        prepared(data, "--dry-run", first)
 
 
 SAMPLES = "--split 8,1,1 --eval-iters 3 --train-samples 100 --rampup-batch-size 4 4 20"

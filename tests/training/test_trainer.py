@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,15 +14,16 @@ from hypothesis import strategies as draw
 from torch import Tensor
 
 from deepspeed_ext.runtime.attention.flash_kernels import CpuFlash
+from deepspeed_ext.runtime.health.ledger import OpLedger
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import TrainingConfig
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import AgreedDataError, ConfigError, DataError
 from megatron_terapipe.training.build_engine import own_device
+from megatron_terapipe.training.long_work import any_rank, work_of_any_rank
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.trainer import (
     ExitConditions,
     ExitReason,
-    any_rank,
     attention_notes,
     catch_sigterm,
     sample_heads,
@@ -128,11 +131,29 @@ def _end_of_a_rank(signalled_rank: int) -> tuple[int, ExitReason | None]:
 
 def _agreements() -> list[Any]:
     any_of_ranks = [any_rank(dist.get_rank() == 1), any_rank(False), any_rank(True)]
-    return [any_of_ranks, _end_of_a_rank(0), _end_of_a_rank(1)]
+    return [any_of_ranks, _end_of_a_rank(0), _end_of_a_rank(1), _work_of_a_rank(), _error_of_a_rank()]
 
 
-def test_a_signal_of_one_rank_ends_all_ranks_after_the_same_iteration() -> None:
-    assert run_distributed(_agreements, 2) == [[[True, False, True], *[(2, ExitReason.SIGNAL)] * 2]] * 2
+def _work_of_a_rank() -> bool:
+    """Whether this rank has waited for the work of the other, and has said meanwhile that it is alive."""
+    ledger, began = OpLedger(dist.get_rank()), time.monotonic()
+    work_of_any_rank("working", partial(time.sleep, 0.4 * dist.get_rank()), ledger)
+    return time.monotonic() - began > 0.3 and ledger._on_host.number > 4
+
+
+def _error_of_a_rank() -> str:
+    def fails() -> None:
+        if dist.get_rank() == 1:
+            raise DataError("it is damaged")
+
+    with pytest.raises(AgreedDataError) as raised:
+        work_of_any_rank("working", fails, OpLedger(dist.get_rank()))
+    return str(raised.value)
+
+
+def test_a_signal_the_work_and_the_error_of_one_rank_are_those_of_all() -> None:
+    wanted = [[True, False, True], *[(2, ExitReason.SIGNAL)] * 2, True, "it is damaged"]
+    assert run_distributed(_agreements, 2) == [wanted] * 2
 
 
 @given(draw.lists(draw.tuples(draw.integers(1, 64), draw.booleans())))
