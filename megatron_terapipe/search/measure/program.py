@@ -3,6 +3,7 @@
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +15,32 @@ from megatron_terapipe.training.auto_plan import with_vocabulary
 from megatron_terapipe.training.trained_model import Layers, TrainedModel
 
 
-class _Called(BaseException):
-    """Ends a program where it calls `pretrain`."""
-
-    def __init__(self, layers: Layers, more: dict[str, Any]) -> None:
-        self.layers, self.more = layers, more
-
-
 def model_of_program(words: Sequence[str]) -> tuple[TrainedModel, Config]:
     """Return the model of a program, and the configuration of its flags; it runs up to its call of `pretrain`.
 
     Args:
         words: the file of the program, and its flags.
     """
-    program = words[0]
+    program, calls = words[0], list[tuple[TrainedModel, dict[str, Any]]]()
 
-    def called(layers: Layers, **more: Any) -> int:
-        raise _Called(layers, {**more, "argv": sys.argv[1:] if more.get("argv") is None else more["argv"]})
+    def called(layers: Layers, *, loss: Any = None, datasets: Any = None, flags: Any = None, argv: Any = None) -> int:
+        own = {"own_flags": flags, "argv": sys.argv[1:] if argv is None else argv}
+        calls.append((TrainedModel(layers, loss, datasets, Path(program).name), own))
+        raise SystemExit
 
     pretrain, argv = door.pretrain, sys.argv
     sys.path.insert(0, str(Path(program).absolute().parent))
     door.pretrain, sys.argv = called, [*words]
     try:
-        runpy.run_path(program, run_name="__main__")
-    except _Called as call:
-        layers, more = call.layers, call.more
+        with suppress(SystemExit):
+            runpy.run_path(program, run_name="__main__")
     except OSError as error:
         raise ConfigError(f"--program {program} cannot be read ({error.strerror}): give a Python file") from None
-    else:
-        raise ConfigError(f"--program {program} does not call pretrain(layers): give the file that trains the model")
     finally:
         door.pretrain, sys.argv = pretrain, argv
-    model = TrainedModel(layers, more.get("loss"), more.get("datasets"), Path(program).name)
-    if model.is_gpt:
-        raise ConfigError(f"--program {program} trains the GPT: give MODEL instead")
-    arguments = read_arguments(
-        more["argv"],
-        program=model.program,
-        own_flags=more.get("flags"),
-        has_own_data=model.datasets is not None,
-    )
-    model.check(arguments.config)
-    return model, with_vocabulary(arguments.config)
+    if not calls or calls[0][0].is_gpt:
+        raise ConfigError(f"--program {program} does not call pretrain with layers of its own: give one that does")
+    trained, own = calls[0]
+    config = read_arguments(**own, program=trained.program, has_own_data=trained.datasets is not None).config
+    trained.check(config)
+    return trained, with_vocabulary(config)
