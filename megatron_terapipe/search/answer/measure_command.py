@@ -189,7 +189,7 @@ def next_steps(profile: Profile, model: str, path: str) -> Iterator[str]:
     for sizes in sizes_measured_once(profile):
         yield f"measured: only {sizes}; op times of others are a guess, and a longer --budget-s measures them"
     if profile.own_model is not None:
-        yield f"next: train with --op-profile {path}, or describe a GPT of the same sizes, MODEL:"
+        yield f"next: train with --op-profile {path}; or describe a GPT of the same sizes as MODEL, and:"
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
     if profile.own_model is None:
         yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
