@@ -242,6 +242,10 @@ def _run(words: list[str], prog: str) -> int:
         build_parser(prog, group).print_help()
         return 0
     launching, training = split(words)
+    if training and training[0].endswith(".py"):
+        raise ConfigError(
+            f"{training[0]} is a program, and this command trains a GPT: start it by `deepspeed {training[0]} ...`"
+        )
     # Here, so that a misspelled flag is reported before any rank is started.
     given = read_command_line(training).given
     if given.get("dry_run") or given.get("dry_run_without_files"):

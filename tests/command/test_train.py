@@ -397,6 +397,10 @@ def test_a_misspelled_flag_is_reported_before_a_launcher_starts(capsys: pytest.C
     assert capsys.readouterr().err == "error: --num-layrs is not a flag: did you mean --num-layers?\n"
     assert main(["train"]) == 2
     assert capsys.readouterr().err == "error: no flags are given: see terapipe train --help\n"
+    assert main(["train", "--num-accelerators", "2", "mine.py", "--lr", "1"]) == 2
+    assert (
+        "mine.py is a program, and this command trains a GPT: start it by `deepspeed mine.py" in capsys.readouterr().err
+    )
 
 
 def test_the_short_help_has_the_most_used_flags(capsys: pytest.CaptureFixture[str]) -> None:
