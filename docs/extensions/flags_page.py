@@ -4,14 +4,32 @@ from collections.abc import Iterable
 
 from megatron_terapipe.arguments import flags
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
-from megatron_terapipe.arguments.parser import OTHER_DEFAULTS, spellings, title_of
+from megatron_terapipe.arguments.parser import OTHER_DEFAULTS, Flag, spellings, title_of
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
+
+FIRST = (
+    *("model_preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    *("data_path", "tokenizer_type", "tokenizer_model", "mock_data"),
+    *("pipeline_model_parallel_size", "num_token_slices", "tensor_model_parallel_size", "zero_stage"),
+    *("micro_batch_size", "global_batch_size", "train_iters", "lr", "bf16", "save", "load"),
+)
+"""Fields of the flags that most people set, which the page begins with."""
 
 
 def markdown() -> str:
     """Return the tables of all flags of the trainer, the presets, and the flags of other trainers."""
-    return "\n".join([*_own(), *_presets(), *_other_defaults(), *_foreign()]) + "\n"
+    return "\n".join([*_first(), *_own(), *_presets(), *_other_defaults(), *_foreign()]) + "\n"
+
+
+def _first() -> Iterable[str]:
+    by_name = {each.name: each for each in flags()}
+    yield from ["", "## Set in most runs", "", *_HEAD]
+    for name in FIRST:
+        yield from list(_rows(by_name[name]))[:1]
+
+
+_HEAD = ("| flag | meaning |", "|---|---|")
 
 
 def _own() -> Iterable[str]:
@@ -19,13 +37,24 @@ def _own() -> Iterable[str]:
     for each in flags():
         if each.section != section:
             section = each.section
-            yield from ["", f"## {title_of(section)}", "", "| flag | default | meaning |", "|---|---|---|"]
-        for names, settings in spellings(each):
-            shown = ", ".join(f"`{name}`" for name in names)
-            metavar = f" `{settings['metavar']}`" if settings.get("metavar") else ""
-            own = names[0] == flag(each.name)
-            text = each.help if own else settings["help"]
-            yield _row(f"{shown}{metavar}", each.default_text if own else "", text)
+            yield from ["", f"## {title_of(section)}", "", *_HEAD]
+        yield from _rows(each)
+
+
+def _rows(each: Flag) -> Iterable[str]:
+    for names, settings in spellings(each):
+        shown = ", ".join(f"`{name}`" for name in names)
+        metavar = f" `{settings['metavar']}`" if settings.get("metavar") else ""
+        own = names[0] == flag(each.name)
+        text = each.help if own else settings["help"]
+        default = (
+            ""
+            if not own
+            else each.default_text
+            if each.default_text in ("", "required")
+            else f"default: {each.default_text}"
+        )
+        yield _row(f"{shown}{metavar}", f"{text} ({default})" if default else text)
 
 
 def _presets() -> Iterable[str]:
