@@ -197,7 +197,9 @@ def legend(names: Sequence[str]) -> str:
 def heading(ranking: Ranking) -> str:
     """Return the model, the batch and the cluster of a ranking in one line."""
     model, nodes = ranking.model, ranking.cluster.num_nodes
-    batch = "" if ranking.global_batch_size is None else f", {ranking.global_batch_size} sequences a step"
+    batch = ""
+    if ranking.global_batch_size is not None:
+        batch = f", {ranking.global_batch_size} sequence{'s' if ranking.global_batch_size > 1 else ''} a step"
     trainer = "" if ranking.software == TERAPIPE.name else f", trainer {ranking.software}"
     listed = " + ".join(f"{count} x {name}" for name, count in ranking.cluster.devices.items())
     return (

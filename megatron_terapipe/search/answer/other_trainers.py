@@ -307,10 +307,8 @@ def other_trainers(asked: Question) -> Iterator[TrainerPart]:
             yield _part(problem, software, entry.strategy, price)
         else:
             broken = [name for name, number in result.counts.rejected.items() if number][-1:]
-            rule = f"the last of its strategies break the rule '{''.join(broken)}'"
-            if broken and broken[0] in (FITS, HEADROOM):
-                rule = "no strategy of it fits the memory"
-            yield _part(problem, software, why_not=rule)
+            used = theirs.problem.cluster.num_devices
+            yield _part(problem, software, why_not=why_none(*broken, used=used, num_devices=cluster.num_devices))
     if has_rival(problem):
         theirs = asked.changed({}, software=ALST)
         rival = best_rival(theirs.pricing, problem.global_batch_size, headroom=problem.memory_headroom)
@@ -319,6 +317,24 @@ def other_trainers(asked: Question) -> Iterator[TrainerPart]:
             lacking = [f"{bytes_text(needed)} of a {at}, of {bytes_text(limit)}" for at, needed, limit in rival.lacking]
             why_not = f"it needs {' and '.join(lacking)}" if lacking else None
             yield _part(problem, ALST, rival.strategy, price, on_host=rival.on_host, why_not=why_not)
+
+
+def why_none(broken: str = "", *, used: int, num_devices: int) -> str:
+    """Return why another trainer cannot run it.
+
+    Args:
+        broken: the rule that the last of its strategies break.
+        used: devices among which its batch can be dealt.
+    """
+    rule = f"the last of its strategies break the rule '{broken}'"
+    if broken in (FITS, HEADROOM):
+        rule = "no strategy of it fits the memory"
+    if used == num_devices:
+        return rule
+    return (
+        f"each device needs a sequence, so the batch is dealt evenly to {used} of {num_devices} devices at most, and "
+        f"there {rule}"
+    )
 
 
 def _part(

@@ -20,6 +20,7 @@ from megatron_terapipe.search.answer.other_trainers import (
     mlp_of,
     rival_memory,
     rival_time,
+    why_none,
 )
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
@@ -28,6 +29,7 @@ from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.memory import default_overheads
 from megatron_terapipe.search.price.workload import Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import read_workload
+from megatron_terapipe.search.rank.grid_prices import FITS
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.model.configs import model_config
@@ -171,3 +173,19 @@ def test_copies_to_the_host_take_time(model: CostModel) -> None:
     kept, offloaded = (rival_time(model, strategy, on_host).breakdown for on_host in ((), ALL))
     assert kept.host_copy_s == 0 < offloaded.host_copy_s
     assert kept.optimizer_s < offloaded.optimizer_s and kept.compute_s == offloaded.compute_s
+
+
+@pytest.mark.parametrize(
+    ("broken", "used", "reason"),
+    [
+        (FITS, 32, "no strategy of it fits the memory"),
+        ("other", 32, "the last of its strategies break the rule 'other'"),
+        (
+            FITS,
+            16,
+            "each device needs a sequence, so the batch is dealt evenly to 16 of 32 devices at most, and there no ",
+        ),
+    ],
+)
+def test_why_another_trainer_cannot_run_it(broken: str, used: int, reason: str) -> None:
+    assert why_none(broken, used=used, num_devices=32).startswith(reason)
