@@ -42,7 +42,7 @@ class Converted:
     source: str
     """Directory that was read."""
     tokenizer_files: tuple[str, ...] = ()
-    """Files of the tokenizer that `to-huggingface` wrote."""
+    """Files beside the weights, of the tokenizer and others, that `to-huggingface` wrote."""
     remarks: tuple[str, ...] = ()
     """Differences of an export, and the versions of transformers that read it, a sentence each."""
 
@@ -145,7 +145,7 @@ def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLin
     from megatron_terapipe.checkpoint.directories import existing_checkpoint
 
     directory = existing_checkpoint(options.load, options.load_tag)
-    tokenizer, remarks = export_checkpoint(
+    files, remarks = export_checkpoint(
         directory,
         output,
         family=options.family,
@@ -153,19 +153,20 @@ def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLin
         eod=_eod(directory),
         progress=line.part("writing the model"),
     )
-    known = f"with {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
+    known = f"with {', '.join(files)}" if files else "without a tokenizer"
     lines = [f"wrote {output} from {directory}, {known}", *(f"note: {each}" for each in remarks)]
     paths = {"output": str(output), "source": str(directory)}
-    return Converted(**paths, tokenizer_files=tuple(tokenizer), remarks=tuple(remarks)), "\n".join(lines)
+    return Converted(**paths, tokenizer_files=tuple(files), remarks=tuple(remarks)), "\n".join(lines)
 
 
 def _eod(directory: Path) -> int | None:
     """The token that ends a document; None if the tokenizer is not known or its files are gone."""
     from megatron_terapipe.checkpoint.directories import checkpoint_info
+    from megatron_terapipe.checkpoint.model_files import tokenizer_in
     from megatron_terapipe.data.tokenizer import build_tokenizer
     from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 
-    settings = checkpoint_info(directory).tokenizer
+    settings = tokenizer_in(directory, checkpoint_info(directory).tokenizer)
     try:
         return build_tokenizer(TokenizerSettings(**settings)).eod if settings else None
     except UserError:
@@ -176,11 +177,14 @@ def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressL
     from megatron_terapipe.checkpoint.conversion import import_model
 
     progress = line.part("writing the checkpoint")
-    checkpoint = import_model(Path(options.load), output, dtype=options.dtype, progress=progress)
-    return Converted(output=str(checkpoint), source=options.load), (
+    checkpoint, left = import_model(Path(options.load), output, dtype=options.dtype, progress=progress)
+    remarks = (f"{options.load} also has {', '.join(left)}, not kept: no export will have them",) if left else ()
+    sentence = (
         f"wrote {checkpoint} from {options.load}: train it with --load {output} --finetune --use-checkpoint-args "
         f"--seq-length N, or generate with --load {output}"
     )
+    written = Converted(output=str(checkpoint), source=options.load, remarks=remarks)
+    return written, "\n".join([sentence, *(f"note: {each}" for each in remarks)])
 
 
 def _to_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:

@@ -109,7 +109,7 @@ def build_parser(prog: str) -> CommandParser:
     add_tokenizer_flags(
         parser,
         default=None,
-        explained="tokenizer, if the checkpoint names none or its files have moved (default: the checkpoint's)",
+        explained="tokenizer, if the checkpoint has none (default: the checkpoint's)",
     )
     add_json_flag(parser.add_argument_group("output"), "prompt and continuation, once all is there,")
     return parser
@@ -169,6 +169,7 @@ class _Source(NamedTuple):
 
 def _checkpoint(options: argparse.Namespace) -> _Source:
     from megatron_terapipe.checkpoint.directories import checkpoint_info, existing_checkpoint
+    from megatron_terapipe.checkpoint.model_files import tokenizer_in
 
     directory = existing_checkpoint(options.load, options.load_tag)
     info = checkpoint_info(directory).of_gpt(directory)
@@ -181,7 +182,7 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
         verify_weights(directory, info, model, line.part("verifying the checkpoint", 0.0, VERIFIED))
         return weights_of(directory, info).whole, line.part("loading the model", VERIFIED, 1.0)
 
-    return _Source(f"checkpoint {directory}", model, info.tokenizer, weights)
+    return _Source(f"checkpoint {directory}", model, tokenizer_in(directory, info.tokenizer), weights)
 
 
 def _model_folder(options: argparse.Namespace) -> _Source:

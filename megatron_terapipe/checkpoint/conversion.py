@@ -19,9 +19,17 @@ from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import checkpoint_info, complete, state_file
 from megatron_terapipe.checkpoint.foreign import MEGATRON_RELEASE
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
-from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile
+from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
 from megatron_terapipe.checkpoint.megatron_files import DistributedWriter, MegatronWeights
 from megatron_terapipe.checkpoint.megatron_model import MEGATRON, megatron_info
+from megatron_terapipe.checkpoint.model_files import (
+    GENERATION_FILE,
+    MODEL_FILES,
+    export_files,
+    files_beside,
+    ids_of_ends,
+    in_checkpoint,
+)
 from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, Place, index_text
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights, weights_of
 from megatron_terapipe.checkpoint.verify import verify_weights
@@ -39,13 +47,17 @@ from megatron_terapipe.huggingface.folder_weights import (
     rules_of,
     write_tensors,
 )
-from megatron_terapipe.huggingface.tokenizer_files import export_tokenizer, import_tokenizer
+from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.model.gpt import layers_with_weights
 
 
-def import_model(directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = no_progress) -> Path:
-    """Write a model of Hugging Face as a checkpoint at iteration 0, and return its directory.
+def import_model(
+    directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = no_progress
+) -> tuple[Path, list[str]]:
+    """Write a model of Hugging Face as a checkpoint at iteration 0.
+
+    Returns its directory, and the names beside the weights that it does not keep.
 
     Args:
         dtype: type of the weights; None as they are there.
@@ -53,10 +65,14 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None, pro
     family, model = read_model(directory, "--load")
     weights = FolderWeights(directory, family, model)
     weights.check()
-    tokenizer = import_tokenizer(directory, output / "tokenizer")
+    beside, left = files_beside(directory)
+    tokenizer = {
+        name: value if name == "tokenizer_type" else f"{MODEL_FILES}/{Path(value).name}"
+        for name, value in tokenizer_of(directory).items()
+    }
     info = CheckpointInfo.imported(family.name, model, tokenizer=tokenizer, has_manifest=True)
-    layers = _layers(model, weights, dtype, progress)
-    return _write_checkpoint(output, info, ((layer_file(index), layer) for index, layer in layers))
+    layers = ((layer_file(index), layer) for index, layer in _layers(model, weights, dtype, progress))
+    return _write_checkpoint(output, info, chain(layers, in_checkpoint(beside).items())), left
 
 
 def import_megatron(
@@ -109,14 +125,15 @@ def import_megatron(
 
 
 def _write_checkpoint(output: Path, info: CheckpointInfo, files: Iterable[tuple[str, Any]]) -> Path:
-    """Write a checkpoint from its files, texts or objects, each made when the one before is written."""
+    """Write a checkpoint from its files, texts, bytes or objects, each made when the one before is written."""
     checkpoint = output / checkpoint_tag(info.iteration)
     partial = checkpoint.with_name(checkpoint.name + ASIDE)
     rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    facts, texts = {}, {RUN_FILE: info.text()}
+    facts: dict[str, FileFacts] = {}
+    texts: dict[str, str | bytes] = {RUN_FILE: info.text()}
     for name, content in files:
-        if isinstance(content, str):
+        if isinstance(content, str | bytes):
             texts[name] = content
             continue
         with DurableFile(partial / name) as file:
@@ -164,13 +181,13 @@ def export_checkpoint(
 ) -> tuple[list[str], list[str]]:
     """Write a checkpoint as a model of Hugging Face, and read it back.
 
-    Returns the names of the files of its tokenizer, and remarks, a sentence each.
+    Returns the names of the files beside the weights, and remarks, a sentence each.
 
     Args:
         family: name of the family to write it as; None for the one that it was imported from, or else for the first
             that can express it.
         dtype: type of the weights; None as they were saved.
-        eod: id of the token that ends a document; None if it is unknown.
+        eod: id of the token that ends a document, for a checkpoint without files of Hugging Face; None if unknown.
     """
     info = checkpoint_info(directory).of_gpt(directory)
     model = ModelConfig(**info.model)
@@ -181,13 +198,15 @@ def export_checkpoint(
     tensors = fingerprinted(_split_layers(model, chosen, layers), written)
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors))
-    # Null where it is unknown: the default of a family may not be in the vocabulary.
-    ends = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
+    ends = ids_of_ends(directory, chosen.name)
+    if ends is None:
+        # Null where it is unknown: the default of a family may not be in the vocabulary.
+        ends = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
+        _write_json(output / GENERATION_FILE, ends | {"_from_model_config": True})
     settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
     _write_json(output / "config.json", settings | {"torch_dtype": settings["dtype"]})
-    _write_json(output / "generation_config.json", ends | {"_from_model_config": True})
     remarks = [*_remarks(model, chosen), *check_export(output, written)]
-    return export_tokenizer(info.tokenizer, output), remarks
+    return export_files(directory, info.tokenizer, output), remarks
 
 
 def _split_layers(

@@ -279,16 +279,20 @@ def only_run_in(save: str | Path) -> Iterator[None]:
                 lock.parent.rmdir()
 
 
-def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], texts: Mapping[str, str]) -> None:
+def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], texts: Mapping[str, str | bytes]) -> None:
     """Write the last files of a checkpoint, with the manifest of all, and give it its name.
 
     Args:
         files: facts of the files that are written.
-        texts: contents of those that are not.
+        texts: contents of those that are not, also of those in folders.
     """
+    folders = {(partial / name).parent for name in texts}
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
     written = {name: write_durably(partial / name, text) for name, text in texts.items()}
     write_durably(partial / MANIFEST_FILE, Manifest({**files, **written}).text())
-    sync_folder(partial)
+    for folder in {*folders, partial}:
+        sync_folder(folder)
     put_in_place(partial, directory)
 
 

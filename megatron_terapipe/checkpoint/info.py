@@ -5,6 +5,7 @@ CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: re
 CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer and tensor-parallel rank, whatever the stage; of
                                          experts, where ranks have different ones, a file per expert-parallel rank
 CHECKPOINTS/global_step100/...           optimizer state, as DeepSpeed cuts it
+CHECKPOINTS/global_step100/model_files/  files beside the weights: tokenizer, settings of generation, licence
 CHECKPOINTS/global_step100/manifest.json size and hash of each of these files
 """
 

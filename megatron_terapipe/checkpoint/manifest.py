@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
+from megatron_terapipe.checkpoint.model_files import MODEL_FILES
 from megatron_terapipe.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -63,7 +64,8 @@ class Manifest:
         Args:
             names: files to check, if others may be missing; None checks all, and that there are no others.
         """
-        sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
+        paths = (*directory.iterdir(), *(directory / MODEL_FILES).glob("*"))
+        sizes = {str(path.relative_to(directory)): path.stat().st_size for path in paths if path.is_file()}
         checked = self.files if names is None else [name for name in names if name in self.files]
         for name in sorted(checked):
             if name not in sizes:
@@ -72,7 +74,8 @@ class Manifest:
                 fault = f"is damaged: {name} has {sizes[name]} bytes, and {self.files[name].size} were saved"
                 raise CheckpointError(damage(directory, fault))
         # Hidden files are those of file systems.
-        foreign = sorted(name for name in sizes if name not in {*self.files, MANIFEST_FILE} and name[0] != ".")
+        shown = (name for name in sizes if Path(name).name[0] != ".")
+        foreign = sorted(name for name in shown if name not in {*self.files, MANIFEST_FILE})
         if names is None and foreign:
             raise CheckpointError(
                 f"checkpoint {directory} holds {foreign[0]!r}, which was not saved with it: move it elsewhere"
@@ -163,10 +166,10 @@ class DurableFile:
         return FileFacts(self._size, self._hash.hexdigest())
 
 
-def write_durably(path: Path, text: str) -> FileFacts:
+def write_durably(path: Path, content: str | bytes) -> FileFacts:
     """Write a file and sync it; return its size and hash."""
     with DurableFile(path) as file:
-        file.write(text.encode())
+        file.write(content.encode() if isinstance(content, str) else content)
     return file.facts
 
 

@@ -7,8 +7,8 @@ BackgroundSaves  does the latter in a thread of each rank during training
 
 import io
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron_terapipe.checkpoint.directories import complete, experts_file, exp
 from megatron_terapipe.checkpoint.engine_state import is_partitioned, own_elements
 from megatron_terapipe.checkpoint.info import EXPERTS, RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
+from megatron_terapipe.checkpoint.model_files import in_checkpoint
 from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, PARAMETER_NAMES, Fragment, Place, index_text
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError, SaveError, first_line
@@ -199,6 +200,8 @@ class UnfinishedSave:
     """Places of the state of this rank's parameters."""
     keep_last: int | None
     """Checkpoints to keep, the newest; None for all."""
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files beside the weights by name; of the first rank."""
 
     def finish(self, group: dist.ProcessGroup | None = None) -> list[str]:
         """Write the remaining files, give the checkpoint its name, and return lines for the log.
@@ -221,7 +224,7 @@ class UnfinishedSave:
                 if fault is not None:
                     raise OSError(f"rank {rank}, {fault}")
             files = {name: facts for written, _, _ in parts for name, facts in written.items()}
-            texts = {RUN_FILE: self.info.text()}
+            texts: dict[str, str | bytes] = {RUN_FILE: self.info.text(), **in_checkpoint(self.model_files)}
             # Ranks count stages slowest.
             if places := [place for _, _, places in parts for place in places]:
                 texts[INDEX_FILE] = index_text(places)
@@ -247,6 +250,7 @@ def begin_save(
     *,
     keep_last: int | None = None,
     in_memory: bool = False,
+    model_files: Mapping[str, bytes] | None = None,
 ) -> UnfinishedSave:
     """Write this rank's part of a checkpoint, or copy it to memory, on every rank; `finish` then gives it its name.
 
@@ -256,6 +260,7 @@ def begin_save(
         info: facts of the run; without an optimizer, none is saved.
         keep_last: checkpoints to keep, the newest; None for all.
         in_memory: leave the disk to `UnfinishedSave.finish`, which another thread may call during training.
+        model_files: files beside the weights by name, on the first rank; None for none.
     """
     directory = Path(save) / checkpoint_tag(info.iteration)
     info = replace(info, has_manifest=True)
@@ -266,7 +271,8 @@ def begin_save(
     _save_with_deepspeed(engine, _aside(directory), writer, with_optimizer=with_optimizer)
     if _shares(engine, EXPERTS):
         _save_experts(engine, _aside(directory), writer, with_optimizer=with_optimizer)
-    return UnfinishedSave(directory, info, writer, _places(engine) if with_optimizer else [], keep_last)
+    places = _places(engine) if with_optimizer else []
+    return UnfinishedSave(directory, info, writer, places, keep_last, model_files or {})
 
 
 def _aside(directory: Path) -> Path:

@@ -26,6 +26,7 @@ from deepspeed_ext.runtime.supported_versions import check_versions
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.directories import keep_aside, names_model_folder, previous_tag, skipped_checkpoints
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.model_files import files_of_run
 from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoint
 from megatron_terapipe.config import Config, LoggingConfig
 from megatron_terapipe.config.batch import BatchSizes, EvaluationBatch
@@ -141,6 +142,11 @@ class Run:
             check_token_ids(data.prefixes, self.tokenizer, index_cache(data))
         for part, sample in zip(PARTS, (self.start.consumed_samples, 0, 0), strict=True):
             prepare_samples(getattr(self.datasets, part), sample)
+
+    @cached_property
+    def model_files(self) -> dict[str, bytes]:
+        """Files beside the weights that its checkpoints keep: tokenizer, settings of generation, licence and others."""
+        return files_of_run(self.checkpoint and self.checkpoint[0], asdict(self.tokenizer_settings))
 
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
         """Return the description of this run in a checkpoint."""

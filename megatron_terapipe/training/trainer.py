@@ -143,6 +143,8 @@ class Saves:
         self._background = BackgroundSaves(engine.device) if self._config.async_save else None
         if self._config.save is not None and not run.config.training.skip_train:
             self._check_room(Path(self._config.save))
+        # Read now: the folder that the run was loaded from may be gone when it saves.
+        self._model_files = run.model_files if self._config.save is not None and dist.get_rank() == 0 else None
 
     def save(self, progress: Progress, *, last: bool = False) -> None:
         """Save a checkpoint, unless there is one of this iteration.
@@ -172,6 +174,7 @@ class Saves:
                 info,
                 keep_last=self._config.keep_last_n_checkpoints,
                 in_memory=self._background is not None,
+                model_files=self._model_files,
             )
             if self._background is None:
                 return unfinished.finish()

@@ -12,7 +12,7 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 FAMILIES = ("megatron_terapipe.huggingface.families",)
-RECORDS = ("info", "manifest", "directories", "foreign", "inert_pickles", "megatron_model")
+RECORDS = ("info", "manifest", "model_files", "directories", "foreign", "inert_pickles", "megatron_model")
 """Modules of checkpoint/ that need no torch."""
 FOR_LAYERS = (
     "deepspeed_ext.pointwise",
@@ -61,7 +61,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.checkpoint", *(f"megatron_terapipe.checkpoint.{name}" for name in RECORDS)),
-        (*PLAN, *CONFIG, *FAMILIES),
+        (*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.huggingface.tokenizer_files"),
     ),
     Layer(
         ("megatron_terapipe.arguments", "megatron_terapipe.arguments.*"),

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.checkpoint.save import begin_save
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.run import Run
-from tests.checkpoint.runs import save_checkpoint
 from tests.huggingface.tiny import VOCAB
 from tests.training.gpt_runs import RecordingSGD
 from tests.training.prepared import prepared_run
@@ -60,7 +60,8 @@ def resume(folder: Path, save: Path) -> tuple[int, str | None, float, float]:
     run = run_of(folder, flags)
     engine = trainer_engine.build_engine(run)
     engine.train_batch(iter(batches()))
-    save_checkpoint(engine, str(save), run.checkpoint_info(Progress(iteration=1, consumed_samples=4)))
+    info = run.checkpoint_info(Progress(iteration=1, consumed_samples=4))
+    begin_save(engine, save, info, model_files=run.model_files).finish()
     loss = engine.train_batch(iter(batches())).item()
     again = run_of(folder, flags)
     assert again.checkpoint is not None

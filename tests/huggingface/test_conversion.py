@@ -34,7 +34,7 @@ def tokens() -> torch.Tensor:
 def test_there_and_back(tmp_path: Path, tokens: torch.Tensor, name: str) -> None:
     theirs = tiny_model(name)
     theirs.save_pretrained(tmp_path / "theirs")
-    directory = import_model(tmp_path / "theirs", tmp_path / "ours")
+    directory, _ = import_model(tmp_path / "theirs", tmp_path / "ours")
     with torch.no_grad():
         expected = theirs(tokens).logits
     assert expected.std() > 0.3
@@ -57,7 +57,7 @@ def test_layers_of_further_predictions_are_not_read(tmp_path: Path, name: str, t
     path = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {tensor: torch.ones(3)}, path, {"format": "pt"})
-    export_checkpoint(import_model(tmp_path / "theirs", tmp_path / "ours"), tmp_path / "back")
+    export_checkpoint(import_model(tmp_path / "theirs", tmp_path / "ours")[0], tmp_path / "back")
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
 
 
@@ -95,7 +95,7 @@ def test_keys_have_the_meaning_that_transformers_gives_them(
     tiny_model(name).save_pretrained(theirs)
     config = json.loads((theirs / "config.json").read_text()) | settings
     (theirs / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    directory = import_model(theirs, tmp_path / "ours")
+    directory, _ = import_model(theirs, tmp_path / "ours")
     export_checkpoint(directory, tmp_path / "back")
     found = _logits(directory, tokens)
     for folder in (theirs, tmp_path / "back"):
@@ -127,7 +127,7 @@ def _unread_rows(name: str) -> int:
 def test_a_model_may_be_written_as_another_family_that_has_it(tmp_path: Path, tokens: torch.Tensor) -> None:
     theirs: Any = tiny_model("llama")
     theirs.save_pretrained(tmp_path / "theirs")
-    directory = import_model(tmp_path / "theirs", tmp_path / "ours")
+    directory, _ = import_model(tmp_path / "theirs", tmp_path / "ours")
     export_checkpoint(directory, tmp_path / "back", family="mistral")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
     assert back.config.model_type == "mistral"

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_terapipe.checkpoint.conversion import export_checkpoint, import_model
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import Manifest
+from megatron_terapipe.checkpoint.model_files import files_of_run, tokenizer_in
 from megatron_terapipe.convert import main
+from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.folder_weights import SavedTensors, write_tensors
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.huggingface.weight_rules import vocabulary
@@ -86,11 +89,50 @@ def test_the_tokenizer_is_converted(
     for name in files:
         assert json.loads((tmp_path / "theirs" / name).read_text()) == {"name": name}
     assert main(["from-huggingface", "--load", str(tmp_path / "theirs"), "--output", str(tmp_path / "back")]) == 0
-    found = CheckpointInfo.read(tmp_path / "back" / "global_step0").tokenizer
+    moved = (tmp_path / "back" / "global_step0").rename(tmp_path / "global_step0")
+    found = tokenizer_in(moved, CheckpointInfo.read(moved).tokenizer)
     assert found["tokenizer_type"] == kind
     for field, name in settings.items():
-        assert Path(str(found[field])) == tmp_path / "back" / "tokenizer" / name
-        assert json.loads(Path(str(found[field])).read_text()) == {"name": name}
+        assert json.loads(Path(found[field]).read_text()) == {"name": name}
+
+
+BESIDE = {
+    "generation_config.json": '{"eos_token_id": [2, 11], "bos_token_id": 1, "temperature": 0.6}',
+    **{"tokenizer.json": '{"version": "1.0"}', "tokenizer_config.json": '{"chat": 1}', "chat_template.jinja": "{{x}}"},
+    **{"special_tokens_map.json": "{}", "added_tokens.json": "{}", "LICENSE": "\u00a9 all", "README.md": "# a model\n"},
+}
+
+
+def test_files_beside_the_weights_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After conversion and a change of place, and after training with the folder's tokenizer or another one."""
+    model, theirs, other = MODELS["llama"], tmp_path / "theirs", tmp_path / "other"
+    export_checkpoint(save(whole_model(model), model, tmp_path / "first"), theirs)
+    config = json.loads((theirs / "config.json").read_text())
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 11]}
+    (theirs / "config.json").write_text(json.dumps({**config, **ids}))
+    for name, text in BESIDE.items():
+        (theirs / name).write_text(text)
+    (theirs / "original").mkdir()
+    assert main(["from-huggingface", "--load", str(theirs), "--output", str(tmp_path / "ours")]) == 0
+    assert f"note: {theirs} also has original, not kept" in capsys.readouterr().out
+    checkpoint = (tmp_path / "ours" / "global_step0").rename(tmp_path / "global_step0")
+    theirs.rename(tmp_path / "elsewhere")
+    names, _ = export_checkpoint(checkpoint, theirs)
+    assert set(names) == BESIDE.keys()
+    assert {name: (theirs / name).read_text() for name in names} == BESIDE
+    assert json.loads((theirs / "config.json").read_text()) == {**config, **ids}
+    own = tokenizer_of(theirs)
+    kept = files_of_run(theirs, own)
+    assert kept == files_of_run(theirs, {"tokenizer_type": "NullTokenizer"})
+    assert kept.keys() == files_of_run(checkpoint, own).keys() == {*BESIDE, "config.json"}
+    other.mkdir()
+    (other / "any.json").write_text("{}")
+    files = files_of_run(theirs, {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(other / "any.json")})
+    assert files == {"LICENSE": kept["LICENSE"], "README.md": kept["README.md"], "tokenizer.json": b"{}"}
+    Manifest.read(checkpoint).check_sizes(checkpoint)
+    (checkpoint / "model_files" / "LICENSE").unlink()
+    with pytest.raises(CheckpointError, match="lacks model_files/LICENSE"):
+        Manifest.read(checkpoint).check_sizes(checkpoint)
 
 
 def test_a_tokenizer_without_a_limit_is_found(tmp_path: Path) -> None:
@@ -103,5 +145,5 @@ def test_a_tokenizer_without_a_limit_is_found(tmp_path: Path) -> None:
 def test_without_a_tokenizer_the_checkpoint_has_none(tmp_path: Path) -> None:
     model = MODELS["gpt2"]
     export_checkpoint(save(whole_model(model), model, tmp_path / "ours"), tmp_path / "theirs")
-    directory = import_model(tmp_path / "theirs", tmp_path / "back")
-    assert CheckpointInfo.read(directory).tokenizer == {}
+    directory, left = import_model(tmp_path / "theirs", tmp_path / "back")
+    assert (CheckpointInfo.read(directory).tokenizer, left) == ({}, [])

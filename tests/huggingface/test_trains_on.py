@@ -20,6 +20,8 @@ def test_the_same_command_continues_from_its_checkpoint(tmp_path: Path) -> None:
         assert (start, family, loss_again) == (1, "qwen3", loss)
     assert main(["to-huggingface", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "back")]) == 0
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "qwen3"
+    theirs, back = (tmp_path / each / "generation_config.json" for each in ("theirs", "back"))
+    assert theirs.read_bytes() == back.read_bytes()
 
 
 def test_a_folder_of_another_model_than_the_checkpoint_is_named(tmp_path: Path) -> None:
