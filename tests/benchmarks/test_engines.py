@@ -7,7 +7,18 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.engines.page import COLUMNS, PAGE, circumstances, compared, draw, findings, main, rows, table
+from benchmarks.engines.page import (
+    COLUMNS,
+    PAGE,
+    circumstances,
+    compared,
+    draw,
+    findings,
+    main,
+    results_markdown,
+    rows,
+    table,
+)
 from benchmarks.engines.pipelines import Engine, Entry, Job, catalogue, plain
 from benchmarks.engines.results import (
     DEEPSPEED,
@@ -26,6 +37,7 @@ from benchmarks.engines.results import (
 from benchmarks.engines.turns import TOLERANCE, Competition, largest_difference
 from benchmarks.measuring.report import BEGIN, END, written_between
 from megatron_terapipe.config import ModelConfig
+from tests.architecture.sources import ROOT
 from tests.distributed import run_distributed
 
 MODEL = ModelConfig(
@@ -180,6 +192,31 @@ def test_times_become_a_page_in_one_step(tmp_path: Path) -> None:
     assert text.count("### 1 micro-batch") == 1
     assert Document.read(tmp_path / "page.json") == DOCUMENT
     assert len((tmp_path / "page.csv").read_text().splitlines()) == 1 + len(RUN.engines)
+
+
+def test_all_documents_have_the_figures_of_the_measurement() -> None:
+    document = Document.read(PAGE.with_suffix(".json"))
+    text = PAGE.read_text(encoding="utf-8")
+    assert written_between(text, results_markdown(document, "../img/engines.svg")) == text
+    one, four = ({each.name: each.median_s for each in run.timed} for run in document.runs)
+
+    def best(seconds: dict[Name, float], engine: str) -> float:
+        return min(each for name, each in seconds.items() if name.engine.startswith(engine))
+
+    ours, sliced = best(one, OURS), best(four, ours_with(8))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "concepts" / "token-slices.md").read_text(encoding="utf-8").split())
+    for where, phrase in (
+        (readme, f"**{one[PIPELINE_ENGINE] / ours:.2f}** times as fast as DeepSpeed's PipelineEngine, "),
+        (readme, f" {best(one, TORCH) / ours:.2f} times as fast as the best of torch's schedules"),
+        (readme, f"plain torch in one process with two threads takes {1 - one[IN_TWO_THREADS] / ours:.0%} less time."),
+        (readme, f"our best is {four[PIPELINE_ENGINE] / best(four, OURS):.2f} times as fast as PipelineEngine, "),
+        (readme, f" {four[PIPELINE_ENGINE] / sliced:.2f} times with 8 token slices, "),
+        (readme, f"and {best(four, OURS) / best(four, TORCH) - 1:.0%} slower than torch's best schedule"),
+        (page, f"with 8 token slices are {one[PIPELINE_ENGINE] / ours:.2f} times as fast as DeepSpeed's pipeline "),
+        (page, f" {four[PIPELINE_ENGINE] / sliced:.2f} times with four, where torch's best schedule is faster"),
+    ):
+        assert phrase.replace("%", " %") in where, phrase
 
 
 def test_a_page_needs_its_markers() -> None:
