@@ -48,8 +48,8 @@ def files_beside(folder: Path) -> tuple[dict[str, bytes], list[str]]:
     return found, left
 
 
-def files_of_run(source: Path | None, tokenizer: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the files that a run keeps in its checkpoints, by name.
+def files_of_run(source: Path | None, tokenizer: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files that a run keeps in its checkpoints by name, and the names of the source's that it does not.
 
     With another tokenizer than the source's its files take the place of these, and ids of tokens are left out.
 
@@ -58,15 +58,16 @@ def files_of_run(source: Path | None, tokenizer: Mapping[str, Any]) -> dict[str,
         tokenizer: settings of the run's tokenizer.
     """
     found: dict[str, bytes] = {}
+    left: list[str] = []
     if source is not None:
-        kept = source / MODEL_FILES
-        found, _ = files_beside(source if (source / CONFIG_FILE).is_file() else kept)
+        found, left = files_beside(source if (source / CONFIG_FILE).is_file() else source / MODEL_FILES)
     own = _files_of(tokenizer)
     if all(found.get(name) == content for name, content in own.items()):
-        return found
-    usual = {name for names in _KEPT.values() for name in names.values()}
-    others = {*usual, *_COMPANIONS, CONFIG_FILE, GENERATION_FILE}
-    return {name: content for name, content in found.items() if name not in others} | own
+        return found, left
+    of_tokenizers = {name for names in _KEPT.values() for name in names.values()}
+    of_other = found.keys() & {*of_tokenizers, *_COMPANIONS, CONFIG_FILE, GENERATION_FILE}
+    kept = {name: content for name, content in found.items() if name not in of_other}
+    return kept | own, [*left, *sorted(of_other)]
 
 
 def _files_of(settings: Mapping[str, Any]) -> dict[str, bytes]:

@@ -144,8 +144,8 @@ class Run:
             prepare_samples(getattr(self.datasets, part), sample)
 
     @cached_property
-    def model_files(self) -> dict[str, bytes]:
-        """Files beside the weights that its checkpoints keep: tokenizer, settings of generation, licence and others."""
+    def model_files(self) -> tuple[dict[str, bytes], list[str]]:
+        """Files beside the weights that its checkpoints keep, such as the tokenizer, and names of others."""
         return files_of_run(self.checkpoint and self.checkpoint[0], asdict(self.tokenizer_settings))
 
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:

@@ -94,6 +94,8 @@ def warnings_of_run(run: Run) -> list[str]:
                 f"but may replace it: add --load {config.save} to resume, or save to another directory"
             )
     if run.checkpoint is not None:
+        if config.save is not None and (left := run.model_files[1]):
+            lines.append(f"warning: checkpoints and exports will not have {', '.join(left)} of {run.checkpoint[0]}")
         then, now = run.checkpoint[1].tokenizer.get("tokenizer_type"), run.tokenizer_settings.tokenizer_type
         if then is not None and then != now:
             lines.append(

@@ -144,7 +144,7 @@ class Saves:
         if self._config.save is not None and not run.config.training.skip_train:
             self._check_room(Path(self._config.save))
         # Read now: the folder that the run was loaded from may be gone when it saves.
-        self._model_files = run.model_files if self._config.save is not None and run.launch.rank == 0 else None
+        self._model_files = run.model_files[0] if self._config.save is not None and run.launch.rank == 0 else None
 
     def save(self, progress: Progress, *, last: bool = False) -> None:
         """Save a checkpoint, unless there is one of this iteration.

@@ -61,7 +61,7 @@ def resume(folder: Path, save: Path) -> tuple[int, str | None, float, float]:
     engine = trainer_engine.build_engine(run)
     engine.train_batch(iter(batches()))
     info = run.checkpoint_info(Progress(iteration=1, consumed_samples=4))
-    begin_save(engine, save, info, model_files=run.model_files).finish()
+    begin_save(engine, save, info, model_files=run.model_files[0]).finish()
     loss = engine.train_batch(iter(batches())).item()
     again = run_of(folder, flags)
     assert again.checkpoint is not None

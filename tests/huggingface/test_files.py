@@ -105,7 +105,7 @@ BESIDE = {
 
 def test_files_beside_the_weights_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After conversion and a change of place, and after training with the folder's tokenizer or another one."""
-    model, theirs, other = MODELS["llama"], tmp_path / "theirs", tmp_path / "other"
+    model, theirs = MODELS["llama"], tmp_path / "theirs"
     export_checkpoint(save(whole_model(model), model, tmp_path / "first"), theirs)
     config = json.loads((theirs / "config.json").read_text())
     ids = {"bos_token_id": 1, "eos_token_id": [2, 11]}
@@ -121,14 +121,14 @@ def test_files_beside_the_weights_come_back(tmp_path: Path, capsys: pytest.Captu
     assert set(names) == BESIDE.keys()
     assert {name: (theirs / name).read_text() for name in names} == BESIDE
     assert json.loads((theirs / "config.json").read_text()) == {**config, **ids}
-    own = tokenizer_of(theirs)
-    kept = files_of_run(theirs, own)
-    assert kept == files_of_run(theirs, {"tokenizer_type": "NullTokenizer"})
-    assert kept.keys() == files_of_run(checkpoint, own).keys() == {*BESIDE, "config.json"}
-    other.mkdir()
-    (other / "any.json").write_text("{}")
-    files = files_of_run(theirs, {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(other / "any.json")})
+    own, any_file = tokenizer_of(theirs), tmp_path / "any.json"
+    kept, _ = files_of_run(theirs, own)
+    assert (kept, []) == files_of_run(theirs, {"tokenizer_type": "NullTokenizer"})
+    assert kept.keys() == files_of_run(checkpoint, own)[0].keys() == {*BESIDE, "config.json"}
+    any_file.write_text("{}")
+    files, left = files_of_run(theirs, {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(any_file)})
     assert files == {"LICENSE": kept["LICENSE"], "README.md": kept["README.md"], "tokenizer.json": b"{}"}
+    assert {*left} == kept.keys() - files.keys() | {"tokenizer.json"}
     Manifest.read(checkpoint).check_sizes(checkpoint)
     (checkpoint / "model_files" / "LICENSE").unlink()
     with pytest.raises(CheckpointError, match="lacks model_files/LICENSE"):
