@@ -30,6 +30,10 @@ class AgreedDataError(DataError):
     """One that every rank raises at the same time, so that one of them reports it."""
 
 
+class LayersError(ConfigError):
+    """Layers of a program that cannot be trained. Every rank raises it, so that one of them reports it."""
+
+
 class SearchError(ConfigError):
     """One that the first rank found, and that every rank raises, so that the first reports it."""
 

@@ -38,6 +38,7 @@ from megatron_terapipe.training.number_guards import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.own_layers import (
     CheckedLoss,
+    agreed,
     blocks_of,
     check_divided_weights,
     check_layers_of,
@@ -222,10 +223,8 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     sequence_ranks = SequenceParallelRanks.of(layout, _timeout(run))
     cuts = config.document_cuts()
     device = torch.device(get_accelerator().current_device_name())
-    torch.manual_seed(config.training.seed)  # Modules that are given whole are equal on all ranks; others have seeds.
-    with device:  # Weights are drawn on it.
-        layers = trained.layers(config, ModelRanks(ranks, expert_ranks, sequence_ranks))
-    check_layers_of(layers, trained.program)
+    layers_and_stages = partial(_layers_and_stages, run, device, ModelRanks(ranks, expert_ranks, sequence_ranks))
+    layers, partition = layers_and_stages() if trained.is_gpt else agreed(layers_and_stages)
 
     def hidden_state(rows: int, length: int, dtype: torch.dtype) -> MessageSpec:
         own = length // ranks.size if ranks.sequence_parallel else length
@@ -243,7 +242,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 if trained.loss or not trained.is_gpt
                 else gpt_loss,
                 output_fn=None if vocabulary_stages or not trained.is_gpt else Logits.compute,
-                partition=_partition(run, layers),
+                partition=partition,
                 num_model_chunks=config.parallel.pipeline().num_model_chunks,
                 placement=config.parallel.pipeline().placement,
                 split_batch=split_batch_with_labels if vocabulary_stages else split_batch,
@@ -263,7 +262,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
         if trained.is_gpt:
             assert module.reading_ranks == reading_ranks(config), "data is built on the ranks that read it"
         else:
-            check_divided_weights(module, ranks)
+            agreed(lambda: check_divided_weights(module, ranks))
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
@@ -279,6 +278,14 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
     return engine
+
+
+def _layers_and_stages(run: Run, device: torch.device, ranks: ModelRanks) -> tuple[Sequence[Any], StagePartition | str]:
+    torch.manual_seed(run.config.training.seed)  # Modules that are given whole are equal on all ranks.
+    with device:  # Weights are drawn on it.
+        layers = run.trained.layers(run.config, ranks)
+    check_layers_of(layers, run.trained.program)
+    return layers, _partition(run, layers)
 
 
 def _recomputation(run: Run, layers: Sequence[Any]) -> dict[str, Any]:

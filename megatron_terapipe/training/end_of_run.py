@@ -46,6 +46,7 @@ from megatron_terapipe.errors import (
     AgreedDataError,
     CheckpointError,
     ConfigError,
+    LayersError,
     NumbersError,
     SearchError,
 )
@@ -62,7 +63,7 @@ class LostRank(Exception):
     """The end of this rank because another one has died, which has been printed."""
 
 
-AGREED = (AgreedCheckpointError, AgreedDataError, NumbersError, SearchError)
+AGREED = (AgreedCheckpointError, AgreedDataError, LayersError, NumbersError, SearchError)
 """Errors that every rank of all hosts raises at the same time."""
 
 
