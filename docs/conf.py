@@ -71,6 +71,7 @@ html_theme = "furo"
 html_title = "megatron-terapipe"
 html_static_path = ["theme"]
 html_css_files = ["site.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
 html_extra_path = ["theme/start"]
 html_copy_source = False
 html_show_sphinx = False

@@ -67,7 +67,8 @@ class LayerShape(Entry):
             heads = f", {self.recurrence[0]} of {self.recurrence[1]} heads"
         vocabulary = f", {self.products[0][1]} outputs" if self.kind == "head" else ""
         width = f", MLP of {self.activation_width}" if self.kind == "block" and self.activation_width else ""
-        return f"a {self.kind} of hidden size {self.hidden_size}{heads}{width}{vocabulary}"
+        article = "an" if self.kind[0] in "aeiou" else "a"
+        return f"{article} {self.kind} of hidden size {self.hidden_size}{heads}{width}{vocabulary}"
 
 
 class OpPoint(NamedTuple):
