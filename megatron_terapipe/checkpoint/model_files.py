@@ -18,8 +18,7 @@ MODEL_FILES = "model_files"
 GENERATION_FILE = "generation_config.json"
 _KEPT = {**FILES, "TikTokenizer": {"tokenizer_model": "tokenizer.tiktoken"}}
 """The same, with a type for which there is no name in folders of Hugging Face."""
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_COMPANIONS = (SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", *_TEMPLATES)
+_COMPANIONS = (SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Files beside a `tokenizer.json` that belong to it."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 """Ends of the names of weights, and of their indices."""
@@ -102,16 +101,13 @@ def export_files(checkpoint: Path, tokenizer: Mapping[str, Any], output: Path) -
     Args:
         tokenizer: its settings, for checkpoints of a version that kept no files.
     """
-    found, _ = files_beside(checkpoint / MODEL_FILES)
-    found = found or _files_of(tokenizer)
-    found.pop(CONFIG_FILE, None)
-    found.pop(_KEPT["TikTokenizer"]["tokenizer_model"], None)
-    if {*FILES["GPT2BPETokenizer"].values()} <= found.keys():
-        settings = json.dumps({"tokenizer_class": "GPT2Tokenizer"}, indent=2) + "\n"
-        found.setdefault(SETTINGS_FILE, settings.encode())
-    for name, content in found.items():
-        (output / name).write_bytes(content)
-    return [*found]
+    found = files_beside(checkpoint / MODEL_FILES)[0] or _files_of(tokenizer)
+    if CONFIG_FILE not in found and {*FILES["GPT2BPETokenizer"].values()} <= found.keys():
+        found[SETTINGS_FILE] = (json.dumps({"tokenizer_class": "GPT2Tokenizer"}, indent=2) + "\n").encode()
+    names = [name for name in found if name not in (CONFIG_FILE, *_KEPT["TikTokenizer"].values())]
+    for name in names:
+        (output / name).write_bytes(found[name])
+    return names
 
 
 def ids_of_ends(checkpoint: Path, family: str) -> dict[str, Any] | None:

@@ -158,28 +158,31 @@ def _read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def has_computed_longrope(model: ModelConfig) -> bool:
-    """Whether the numbers of a longrope follow from its two lengths, as where a file has only the lists."""
-    factor = model.max_position_embeddings / (model.rotary_original_length or model.max_position_embeddings)
-    attention = longrope_attention_factor(factor, model.rotary_original_length or 1)
-    return (
-        model.rotary_scaling == "longrope"
-        and isclose(model.rotary_scaling_factor, factor)
-        and (model.rotary_attention_factor is not None and isclose(model.rotary_attention_factor, attention))
-    )
+def has_own_longrope(model: ModelConfig) -> bool:
+    """Whether there are factors of a longrope that do not follow from its lengths."""
+    before = model.rotary_original_length or 1
+    factor = model.max_position_embeddings / before
+    own = model.rotary_scaling_factor, model.rotary_attention_factor or 0.0
+    computed = factor, longrope_attention_factor(factor, before)
+    return model.rotary_scaling == "longrope" and not all(map(isclose, own, computed))
+
+
+def has_rotations_of_windows(model: ModelConfig) -> bool:
+    """Whether layers with a window have other rotations than the others."""
+    local = model.rotary_base_local
+    return local is not None and (local != model.rotary_base or model.rotary_scaling != "none")
 
 
 def _written_scaling(model: ModelConfig, *, length_outside: bool = False) -> Mapping[str, Any] | None:
     """Return the section that describes the scaling of a model; None if it has none.
 
     Args:
-        length_outside: whether the length before scaling is written outside the section. Then transformers 4 reads a
-            longrope of three keys only.
+        length_outside: whether the length before scaling is outside; then transformers 4 reads three keys of longrope.
     """
     kind = model.rotary_scaling
     if kind == "none":
         return None
-    if has_computed_longrope(model) and length_outside:
+    if length_outside and kind == "longrope" and not has_own_longrope(model):
         return {"type": kind, **{key: list(listed_factors(model, field)) for key, field in _LISTS.items()}}
     section: dict[str, Any] = {"rope_type": kind, "factor": model.rotary_scaling_factor}
     if kind not in ("linear", "dynamic"):

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
-    has_computed_longrope,
+    has_own_longrope,
+    has_rotations_of_windows,
     rotated_layers,
     rotations,
     rotations_by_alpha,
@@ -219,17 +220,15 @@ OLMO2 = llama_like(
     **_OLMO,
 )
 
+_ROTATIONS = "read it with transformers 5.16 or newer: before, layers with a window have the rotations of the others"
+
 OLMO3 = llama_like(
     "olmo3",
     "Olmo3ForCausalLM",
     swish(),
     always(qk_norm="all-heads", norm_placement="post"),
     rotation=rotations_by_layer(window_by_type(4), 500_000.0, 500_000.0, nested=True),
-    remarks=lambda model: (
-        ["read it with transformers 5.16 or newer: before, layers with a window have the rotations of the others"]
-        if model.rotary_base_local and (model.rotary_scaling != "none" or model.rotary_base_local != model.rotary_base)
-        else []
-    ),
+    remarks=lambda model: [_ROTATIONS] if has_rotations_of_windows(model) else [],
     **_OLMO,
 )
 
@@ -272,6 +271,8 @@ GRANITE = llama_like(
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
 
+_LONGROPE = "read it with transformers 5: version 4 computes the factors of longrope from its lengths"
+
 PHI3 = llama_like(
     "phi3",
     "Phi3ForCausalLM",
@@ -281,11 +282,7 @@ PHI3 = llama_like(
     rotation=rotations(part=1.0, scalings=("longrope",), original_length=4096, older_names=("su", "yarn")),
     epsilon=1e-5,
     tensors=TensorNames(query_key_value=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-    remarks=lambda model: (
-        ["read it with transformers 5: version 4 computes the factors of longrope from its lengths"]
-        if model.rotary_scaling == "longrope" and not has_computed_longrope(model)
-        else []
-    ),
+    remarks=lambda model: [_LONGROPE] if has_own_longrope(model) else [],
     defaults=(32064, 4096, 3072, 8192, 32, 32),
 )
 

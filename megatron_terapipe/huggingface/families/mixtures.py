@@ -299,6 +299,8 @@ def _write_heads(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
+_GROUPS = "read it with transformers 5.23 or newer: before, all groups of B and C have one norm"
+
 MAMBA2 = Family(
     name="mamba2",
     architecture="Mamba2ForCausalLM",
@@ -317,11 +319,7 @@ MAMBA2 = Family(
         ignored("time_step_rank", "time_step_min"),
     ),
     tensors=_HYBRID_TENSORS,
-    remarks=lambda model: (
-        ["read it with transformers 5.23 or newer: versions before have one norm for all groups of B and C"]
-        if model.mamba_num_groups > 1
-        else []
-    ),
+    remarks=lambda model: [_GROUPS] if model.mamba_num_groups > 1 else [],
 )
 
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
