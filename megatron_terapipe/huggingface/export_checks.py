@@ -1,6 +1,6 @@
 """An export, read back before it is called done: by its own description, and by its class of transformers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from math import prod
@@ -33,7 +33,7 @@ def check_export(directory: Path, written: Fingerprints) -> list[str]:
     """Read a folder again; return why a transformers that is installed does not read it, or nothing.
 
     Raises a `CheckpointError` if it has not the tensors that its description promises, or not the values that were
-    written, or not the weights of the class of transformers, which is built on the meta device.
+    written, or not the weights of the class of transformers.
     """
     family, model = read_model(directory, "--output")
     FolderWeights(directory, family, model).check()
@@ -43,28 +43,32 @@ def check_export(directory: Path, written: Fingerprints) -> list[str]:
             raise CheckpointError(f"{directory} has other values in {name} than were written: convert to another disk")
     if find_spec("transformers") is None:
         return []
-    transformers = import_module("transformers")
+    return check_class(directory, family.architecture, {name: tensors.shape(name) for name in tensors.names})
+
+
+def check_class(directory: Path, architecture: str, ours: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Compare the shapes of tensors with the weights of a class of transformers, built on the meta device.
+
+    Returns why it cannot be built by the `config.json` of a folder, or nothing.
+    """
     try:
+        transformers = import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(directory)
         with torch.device("meta"):
-            built = getattr(transformers, family.architecture)._from_config(config)
-    except Exception as error:  # Of a version that has no such class, or reads its settings otherwise.
-        return [f"transformers {transformers.__version__}, which is installed, cannot read it: {first_line(error)}"]
-    # The base model has not the same name in files and in the class.
-    base = family.names(model).prefix.partition(".")[0] + "."
-    ours = {name.removeprefix(base): tensors.shape(name) for name in tensors.names}
-    theirs = {
-        name.removeprefix(f"{built.base_model_prefix}."): weight
-        for name, weight in built.state_dict(keep_vars=True).items()
-    }
+            built = getattr(transformers, architecture)._from_config(config)
+    except Exception as error:  # Of a version that has no such class or reads its settings otherwise, or of its import.
+        return [f"the transformers that is installed cannot read it: {first_line(error)}"]
+    theirs = built.state_dict(keep_vars=True)
     # Experts may be divided otherwise in files, and tied weights have several names: their elements are counted.
     counts = sum({id(weight): weight.numel() for weight in theirs.values()}.values()), sum(map(prod, ours.values()))
     other = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != tuple(theirs[name].shape)]
     if other or counts[0] != counts[1]:
-        other += sorted(theirs.keys() ^ ours.keys())
+        # The base model has not the same name in files and in the class; the output layer is outside of it.
+        names = [{each.partition(".")[2] if each.count(".") > 1 else each for each in side} for side in (theirs, ours)]
+        other += sorted(names[0] ^ names[1])
         raise CheckpointError(
-            f"transformers {transformers.__version__} would load another model: its {family.architecture} has "
-            f"{counts[0]} weights, the export {counts[1]}; {other[0]} differs: keep the model in our files, or "
-            "name another --family"
+            f"transformers {transformers.__version__} would load another model: its {architecture} has "
+            f"{counts[0]} weights, the export {counts[1]}; {next(iter(other), 'a weight')} differs: keep the model in "
+            "our files, or name another --family"
         )
     return []

@@ -13,14 +13,20 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.huggingface.export_checks import Fingerprints, check_export, fingerprinted
+from megatron_terapipe.huggingface.export_checks import Fingerprints, check_class, check_export, fingerprinted
+from megatron_terapipe.huggingface.families.family import Family
+from megatron_terapipe.huggingface.families.registry import FAMILIES
+from megatron_terapipe.huggingface.families.settings import SettingsFile
+from megatron_terapipe.huggingface.folder_weights import meta_layer, rules_of
+from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.model.gpt import layers_with_weights
 from tests.huggingface.models import COMMON, GEMMA2, MODELS, logits, save, whole_model
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 load_file, save_file = safetensors_torch.load_file, safetensors_torch.save_file
-from tests.huggingface.tiny import TINY, VOCAB, tiny_model  # noqa: E402
+from tests.huggingface.tiny import TINY, VOCAB, tiny_config, tiny_model  # noqa: E402
 
 TOLERANCE = 1e-4
 
@@ -200,6 +206,21 @@ HYBRID = ModelConfig(
     **{"position_embedding_type": "none", "hybrid_layer_pattern": "M-A-", "activation": "squared-relu"},
     **{"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6},
 )
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_class_of_transformers_loads_the_tensors_of_tied_and_untied_models(tmp_path: Path, family: Family) -> None:
+    """By their names and shapes only: no weight is made."""
+    tiny = next(name for name, (kind, _) in TINY.items() if kind == family.name)
+    model = family.read(SettingsFile(tiny_config(tiny).to_dict(), ""))
+    for untied in (True, False) if not model.add_output_bias else (True,):
+        model = family.written(replace(model, untie_embeddings_and_output_weights=untied))
+        (tmp_path / "config.json").write_text(json.dumps({**family.write(model), "pad_token_id": None}))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for index in layers_with_weights(model):
+            split = split_layer(rules_of(model, family, index), meta_layer(model, index).state_dict())
+            shapes |= {name: tuple(tensor.shape) for name, tensor in split.items()}
+        assert check_class(tmp_path, family.architecture, shapes) == []
 
 
 def test_what_transformers_would_not_load_as_it_was_trained_is_refused(tmp_path: Path) -> None:

@@ -200,13 +200,17 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """The `model_type` of each, and its settings other than the common ones."""
 
 
-def tiny_model(name: str) -> Any:
-    """A model of transformers, in fp32 and without dropout, of which no bias and no norm is as it starts."""
+def tiny_config(name: str) -> Any:
+    """The settings of a model."""
     kind, settings = TINY[name]
     common = _LEARNED if kind in ("gpt2", "gpt_bigcode", "gptj") else _COMMON
-    config = transformers.CONFIG_MAPPING[kind](**common | settings, attn_implementation="eager")
+    return transformers.CONFIG_MAPPING[kind](**common | settings, attn_implementation="eager")
+
+
+def tiny_model(name: str) -> Any:
+    """A model of transformers, in fp32 and without dropout, of which no bias and no norm is as it starts."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
