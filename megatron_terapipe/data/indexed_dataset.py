@@ -166,7 +166,9 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}): make room, or name another folder") from None
+        raise DataError(
+            f"{path} cannot be written ({error.strerror}): make room, or name another --output-prefix"
+        ) from None
 
 
 def _suggestion(prefix: Path) -> str:

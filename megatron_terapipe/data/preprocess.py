@@ -124,6 +124,8 @@ class EncodedLines(NamedTuple):
     """Per JSON key the documents' ids, each [length]; a text without ids has none."""
     num_empty: int
     """Texts without ids."""
+    invalid: list[str]
+    """Why lines were left out, an error for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,25 +136,33 @@ class LineEncoder:
     json_keys: tuple[str, ...]
     append_eod: bool
     tokenizer: TokenizerSettings
+    skips_invalid: bool = False
+    """Whether a line without its texts is left out; else it ends the work."""
 
     def __call__(self, lines: Lines) -> EncodedLines:
         """Encode every document of the lines."""
         tokenizer = _tokenizer(self.tokenizer)
         dtype = token_dtype(tokenizer.vocab_size)
         documents: list[list[NDArray[np.integer[Any]]]] = [[] for _ in self.json_keys]
-        num_empty = 0
+        num_empty, invalid = 0, []
         for number, line in enumerate(lines.lines, start=lines.first):
             if line.isspace():
                 continue
-            for of_key, text in zip(documents, self._texts(number, line), strict=True):
-                ids = tokenizer.encode(text)
+            try:
+                ids_by_key = [tokenizer.encode(text) for text in self._texts(number, line)]
+            except DataError as error:
+                if not self.skips_invalid:
+                    raise
+                invalid.append(str(error))
+                continue
+            for of_key, ids in zip(documents, ids_by_key, strict=True):
                 if not ids:
                     num_empty += 1
                     continue
                 if self.append_eod:
                     ids.append(tokenizer.eod)
                 of_key.append(np.array(ids, dtype))
-        return EncodedLines(sum(map(len, lines.lines)), lines.file_position, documents, num_empty)
+        return EncodedLines(sum(map(len, lines.lines)), lines.file_position, documents, num_empty, invalid)
 
     def _texts(self, number: int, line: bytes) -> list[str]:
         place = f"{self.source}:{number}"
@@ -170,12 +180,24 @@ class LineEncoder:
         if not isinstance(document, dict):
             raise DataError(f'{place}: JSON but no object: every line is one such as {{"text": "..."}}')
         for key in self.json_keys:
-            if not isinstance(document.get(key), str):
+            if key in document and not isinstance(document[key], str):
+                raise DataError(
+                    f"{place}: {key!r} is {_kind(document[key])}, not text: repair the line, or leave up to N such "
+                    "lines out with --skip-invalid N"
+                )
+            if key not in document:
                 raise DataError(
                     f"{place}: no text under the key {key!r}, only the keys {sorted(document)}: "
                     "choose with --json-keys, or repair the line"
                 )
         return [document[key] for key in self.json_keys]
+
+
+def _kind(value: object) -> str:
+    """Return the kind of a JSON value that is not a text."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return {int: "a number", float: "a number", list: "a list"}.get(type(value), "an object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +226,17 @@ class Written:
     """Bytes of the input's lines."""
     seconds: float
     """Time that it took."""
+    num_invalid_lines: int = 0
+    """Lines without their texts, which were left out."""
+    first_invalid_lines: tuple[str, ...] = ()
+    """Errors of the first of them."""
 
     def sentence(self) -> str:
         """Return all this in one line, for people."""
         num_documents = sum(each.num_documents for each in self.datasets)
         left_out = f" and {self.num_empty_texts:,} empty texts left out" if self.num_empty_texts else ""
+        if self.num_invalid_lines:
+            left_out += f", {self.num_invalid_lines:,} invalid lines left out"
         return (
             f"wrote {', '.join(each.prefix for each in self.datasets)} (.bin and .idx): {num_documents:,} documents"
             f"{left_out}, {sum(each.num_tokens for each in self.datasets):,} tokens of the tokenizer {self.tokenizer}, "
@@ -217,19 +245,29 @@ class Written:
         )
 
 
-def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Written:
+_INVALID_NAMED = 5
+
+
+def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int, *, most_invalid: int = 0) -> Written:
     """Encode the encoder's source in some processes, and write one indexed dataset per JSON key.
 
     Documents keep their order, so the files do not depend on the number of workers. Empty texts are left out. The
     record of its tokenizer is written for each dataset.
+
+    Args:
+        most_invalid: lines at most that an encoder which skips invalid ones may leave out.
     """
     if not encoder.source.is_file():
         raise DataError(f"--input {encoder.source} is not a file: give a file of JSON lines")
     began = time.perf_counter()
     tokenizer = _tokenizer(encoder.tokenizer)
     names = [f"{output_prefix}_{key}_document" for key in encoder.json_keys]
-    output_prefix.parent.mkdir(parents=True, exist_ok=True)
-    num_bytes = num_empty = 0
+    try:
+        output_prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--output-prefix {output_prefix} cannot be written ({error.strerror}): give another") from None
+    num_bytes = num_empty = num_invalid = 0
+    first_invalid: list[str] = []
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(name, tokenizer.vocab_size)) for name in names]
         batches: Iterator[EncodedLines]
@@ -256,6 +294,12 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
                     writer.add_document(ids)
             num_bytes += batch.num_bytes
             num_empty += batch.num_empty
+            num_invalid += len(batch.invalid)
+            first_invalid += batch.invalid[: _INVALID_NAMED - len(first_invalid)]
+            if num_invalid > most_invalid:
+                raise DataError(
+                    f"{batch.invalid[most_invalid - num_invalid]} (the first line above --skip-invalid {most_invalid})"
+                )
             seconds = time.perf_counter() - began
             progress.set_postfix_str(
                 _speed(sum(writer.num_documents for writer in writers), num_bytes, seconds), refresh=False
@@ -273,6 +317,8 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
         tokenizer=encoder.tokenizer.tokenizer_type,
         num_bytes=num_bytes,
         seconds=time.perf_counter() - began,
+        num_invalid_lines=num_invalid,
+        first_invalid_lines=tuple(first_invalid),
     )
 
 
@@ -295,6 +341,12 @@ A line of the input is one document, such as {"text": "..."}. Train with --data-
 tokenizer."""
 
 
+def _prefix(text: str) -> Path:
+    if text.endswith("/") or not Path(text).name:
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name the files in it, as {text or '.'}corpus")
+    return Path(text)
+
+
 def build_parser(prog: str) -> CommandParser:
     """Return the parser of the command; `prog` is its name in the help text."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
@@ -306,7 +358,9 @@ def build_parser(prog: str) -> CommandParser:
         metavar="FILE",
         help="file of JSON lines, one object per document; plain, .gz or .zst",
     )
-    files.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help="prefix of the output files")
+    files.add_argument(
+        "--output-prefix", type=_prefix, required=True, metavar="PREFIX", help="prefix of the output files"
+    )
     add_tokenizer_flags(
         parser, default="byte", explained="tokenizer, by the same name as for the trainer (default: byte)"
     )
@@ -319,6 +373,13 @@ def build_parser(prog: str) -> CommandParser:
         help="keys of the texts in each object; each key gives a dataset (default: text)",
     )
     documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    documents.add_argument(
+        "--skip-invalid",
+        type=up_to(10**12),
+        default=0,
+        metavar="N",
+        help="leave up to N lines out that have no such object or text, and name the first ones (default: 0)",
+    )
     documents.add_argument(
         "--workers", type=up_to(1024), default=1, metavar="N", help="processes (default: %(default)s)"
     )
@@ -336,12 +397,15 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         json_keys=tuple(options.json_keys),
         append_eod=options.append_eod,
         tokenizer=TokenizerSettings.of_flags(options),
+        skips_invalid=options.skip_invalid > 0,
     )
     if options.split_sentences:
         raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")
     if len(set(options.json_keys)) < len(options.json_keys):
         raise DataError(f"--json-keys {' '.join(options.json_keys)} names a key twice: name each once")
-    written = preprocess(encoder, options.output_prefix, options.workers)
+    written = preprocess(encoder, options.output_prefix, options.workers, most_invalid=options.skip_invalid)
+    for line in written.first_invalid_lines:
+        print(f"left out: {line}", file=sys.stderr)
     if options.json is not None:
         write_json(options.json, json.dumps(asdict(written)))
     if options.json != STANDARD_OUTPUT:

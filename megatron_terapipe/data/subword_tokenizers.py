@@ -88,6 +88,8 @@ class PackageTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: TokenizerOfPackage) -> None:
         self._tokenizer = tokenizer
+        if not tokenizer.get_vocab_size(with_added_tokens=True):
+            raise DataError("the tokenizer has no tokens: give the files of a whole one")
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def _encode(self, text: str) -> list[int]:
@@ -309,7 +311,8 @@ class TikTokenizer(Tokenizer):
         except ImportError:
             raise DataError(f"TikTokenizer needs {not_installed('tiktoken')}") from None
         if pattern not in PATTERNS:
-            raise DataError(f"--tiktoken-pattern {pattern} is not known: choose {one_of(list(PATTERNS))}")
+            wrong = f"{pattern} is not known" if pattern else "is needed for TikTokenizer"
+            raise DataError(f"--tiktoken-pattern {wrong}: choose {one_of(list(PATTERNS))}")
         self.vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
         special = _special_tokens(special_tokens or TIKTOKEN_SPECIAL_TOKENS, num_special_tokens)
         self.eod = special.index(TIKTOKEN_SPECIAL_TOKENS[-1])

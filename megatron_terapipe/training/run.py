@@ -386,7 +386,10 @@ def _check_outputs(config: Config) -> None:
     """Check now that outputs can be written, and not at the first checkpoint."""
     for flag, name in config.outputs.items():
         path = Path(name).absolute()
-        above = next(parent for parent in (*path.parents, path) if parent.exists())
+        try:
+            above = next(parent for parent in (*path.parents, path) if parent.exists())
+        except OSError as error:  # A name that is too long.
+            raise ConfigError(f"{flag} {name} cannot be written ({error.strerror}): give another") from None
         if not above.is_dir():
             reason = f"{above} is not a directory"
         elif path.exists() and path.is_dir() == (flag in ("--metrics-file", "--report")):

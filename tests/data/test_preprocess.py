@@ -74,6 +74,8 @@ def test_each_json_key_has_its_dataset(tmp_path: Path, capsys: pytest.CaptureFix
         "num_empty_texts": 0,
         "tokenizer": "byte",
         "num_bytes": corpus.stat().st_size,
+        "num_invalid_lines": 0,
+        "first_invalid_lines": [],
     }
     assert texts_of(tmp_path / "deeper" / "c_title_document") == ["one", "two"]
     assert texts_of(tmp_path / "deeper" / "c_text_document") == ["first", "second"]
@@ -122,6 +124,8 @@ def test_texts_of_ids_need_no_tokenizer(tmp_path: Path) -> None:
         (["--tokenizer-type", "GPT2BPETokenizer"], "error: GPT2BPETokenizer needs --vocab-file"),
         (["--tokenizer-type", "BERT"], "argument --tokenizer-type"),
         (["--workers", "0"], "argument --workers"),
+        (["--output-prefix", "folder/"], "argument --output-prefix: 'folder/' is a folder: name the files in it, as "),
+        (["--output-prefix", "/proc/x/c"], "error: --output-prefix /proc/x/c cannot be written (No such file or dir"),
         (["--workers", "100000"], "argument --workers: 100000 is not a whole number from 1 to 1,024: see "),
         (["--input", "absent.jsonl"], "error: --input absent.jsonl is not a file"),
     ],
@@ -141,6 +145,22 @@ def test_blank_lines_and_empty_texts_are_left_out(tmp_path: Path, capsys: pytest
     assert "2 documents and 1 empty texts left out, 4 tokens" in capsys.readouterr().out
 
 
+def test_invalid_lines_are_left_out_counted_and_named_up_to_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['{"text": "a"}', '{"text": null}', "cut", '{"text": "b"}', *['{"text": 1}'] * 4]
+    corpus = write_lines(tmp_path / "c.jsonl", *lines)
+    assert run(corpus, tmp_path / "c", "--skip-invalid", "6") == 0
+    assert texts_of(tmp_path / "c_text_document") == ["a", "b"]
+    found = capsys.readouterr()
+    assert "2 documents, 6 invalid lines left out, 2 tokens" in found.out
+    named = [line.split(": ")[:2] for line in found.err.splitlines()]
+    assert named == [["left out", f"{corpus}:{number}"] for number in (2, 3, 5, 6, 7)]
+    assert run(corpus, tmp_path / "d", "--skip-invalid", "5") == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {corpus}:8: 'text' is a number") and "--skip-invalid 5" in error
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_malformed_line_is_named_and_no_file_remains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
@@ -158,7 +178,10 @@ def test_a_malformed_line_is_named_and_no_file_remains(
     ("content", "message"),
     [
         (b'{"body": "x"}\n', "c.jsonl:1: no text under the key 'text', only the keys ['body']"),
-        (b'{"text": "x"}\n{"text": 5}\n', "c.jsonl:2: no text under the key 'text'"),
+        (b'{"text": "x"}\n{"text": 5}\n', "c.jsonl:2: 'text' is a number, not text: repair the line, or leave up to"),
+        (b'{"text": null}\n', "c.jsonl:1: 'text' is null, not text"),
+        (b'{"text": ["a", "b"]}\n', "c.jsonl:1: 'text' is a list, not text"),
+        (b'{"text": {"a": "b"}}\n', "c.jsonl:1: 'text' is an object, not text"),
         (b'["text"]\n', "c.jsonl:1: JSON but no object"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "c.jsonl:2: not UTF-8 (byte 10 of the line is 0xff): convert the file"),
         (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, "c.jsonl:2: not JSON ("),

@@ -310,7 +310,7 @@ def test_a_vocabulary_of_tiktoken_is_cut_to_the_size(tik: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"tiktoken_pattern": None}, "--tiktoken-pattern None"),
+        ({"tiktoken_pattern": None}, "--tiktoken-pattern is needed for TikTokenizer: choose v1 or v2"),
         ({"vocab_size": None}, "has 261 tokens, and --vocab-size 131072 needs 131067"),
         ({"vocab_size": 5}, "needs 0 and 5 special ones: give --vocab-size 266 or less"),
         ({"tiktoken_num_special_tokens": 2}, "name at most 2, each once"),
@@ -328,6 +328,7 @@ def test_settings_of_tiktoken_that_do_not_fit_are_named(tik: Path, settings: dic
     [
         ("hugging_face", None, r"--tokenizer-model .*file is not a file"),
         ("hugging_face", "{}", r"file cannot be read as a tokenizer \("),
+        ("hugging_face", '{"model":{"type":"BPE","vocab":{},"merges":[]}}', r"the tokenizer has no tokens: give"),
         ("sentence_piece", None, r"--tokenizer-model .*file is not a file"),
         ("sentence_piece", "{}", "file cannot be read as a SentencePiece model: .* HuggingFaceTokenizer"),
         ("tik", None, "--tokenizer-model .*file cannot be read"),
