@@ -122,8 +122,11 @@ class Family:
         for key, accepted in _OF_ALL.items():
             file.expect(key, accepted, accepted[0])
         found: dict[str, Any] = {}
-        for each in self.settings:
-            found |= each.read(file, found)
+        try:
+            for each in self.settings:
+                found |= each.read(file, found)
+        except ArithmeticError as error:  # Of numbers that no model has.
+            raise ConfigError(f"{file.where} makes no model ({error.args[-1]}): correct its numbers") from None
         # Other settings of experts count only where there are some.
         return {name: value for name, value in found.items() if "moe_" not in name or found.get("num_experts")}
 
@@ -133,7 +136,7 @@ class Family:
         fields = self.fields(file)
         try:
             return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])
-        except ConfigError as error:
+        except (ConfigError, ArithmeticError) as error:
             raise ConfigError(f"{file.where} makes no model: {error}") from None
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
