@@ -16,7 +16,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -247,6 +247,9 @@ class LaunchEnvironment:
     ) -> "LaunchEnvironment":
         """The place of a dry run: as its launcher gives it, or the first of ranks that were not launched.
 
+        DeepSpeed's command starts a rank for each device of this host if it does not state them, and a dry run needs
+        no devices: fewer than the run has count as ranks of the run.
+
         Args:
             environment: variables; without a rank they may still have the number of ranks.
             stated: number of ranks by the flags; None if they do not state it.
@@ -255,7 +258,14 @@ class LaunchEnvironment:
         sizes = [number(environment, name) for name in (TORCH.size, "SLURM_NTASKS")]
         unlaunched = {name: value for name, value in environment.items() if name not in (TORCH.size, "SLURM_NTASKS")}
         if launcher_of(unlaunched) is not None:
-            return cls.read(environment)
+            place, size = cls.read(environment), stated or least
+            if environment.get("CROSS_SIZE") == "1" and place.world_size < size:
+                # Imported here: it needs psutil.
+                from deepspeed_ext.runtime.health.processes import own_launch, states_ranks
+
+                if not states_ranks(own_launch()):
+                    return replace(place, world_size=size, local_size=size)
+            return place
         return cls.first_of(stated or sizes[0] or sizes[1] or least)
 
     @classmethod

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.runtime.cuda_environment import visible_devices, will_use_cuda
@@ -57,6 +58,8 @@ def hosts_of(flags: Mapping[str, str]) -> Hosts | None:
             return chosen if "include" in flags and chosen[HERE] else None
         return None if each is None else {HERE: list(range(each))}
     listed = parse_hostfile(read_text(flags["hostfile"], "--hostfile"), flags["hostfile"])
+    if not Path(flags["hostfile"]).is_file():  # DeepSpeed would train only on this machine.
+        raise ConfigError(f"--hostfile {flags['hostfile']} is a pipe, which can be read once: give a file")
     hosts: Hosts = {host.name: list(range(host.slots)) for host in listed}
     if "num_nodes" in flags:
         number = int(flags["num_nodes"])

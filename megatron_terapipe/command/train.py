@@ -10,10 +10,10 @@ from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import CommandParser, run_command, up_to
+from deepspeed_ext.plan.text_files import bounded_bytes
 from deepspeed_ext.runtime.cuda_environment import will_use_cuda
 from deepspeed_ext.runtime.launch import LAUNCHERS, launcher_of
 from megatron_terapipe.arguments.parser import ALL, add_flags_of, asked_for, other_flags, read_command_line
@@ -139,7 +139,7 @@ def launch_command(
 
 def _readable(hostfile: str) -> str:
     """Return the path of a hostfile for DeepSpeed: a copy in memory where the file begins with a byte-order mark."""
-    content = Path(hostfile).read_bytes()
+    content = bounded_bytes(hostfile)
     if not content.startswith(BOM_UTF8):
         return hostfile
     copy = os.memfd_create("hostfile", 0)  # The launcher, which takes the place of this process, inherits it.

@@ -16,6 +16,7 @@ from tests.architecture.sources import BESIDE, CODE, ROOT, documents, python_fil
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 OF_TOOLS = {
     *("--hostfile", "--num_accelerators", "--num_gpus", "--include", "--exclude", "--module"),  # the launcher
+    "--force_multi",
     *("--standalone", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint"),
     *("--launcher", "--launcher_args", "--no_local_rank", "--master_addr", "--master_port"),
     *("--nnodes", "--nproc_per_node", "--node_rank"),  # torchrun

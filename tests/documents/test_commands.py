@@ -51,13 +51,22 @@ def at_a_commit(line: str, not_run: str | None) -> str | None:
     if TRAINS.match(line):
         line = line.replace(" ...", f" {TINY_RUN}")
         if "launch.sh" not in line and "terapipe train" not in line:
-            line = re.sub(r".*?pretrain_gpt\.py", "python pretrain_gpt.py", line)
+            line = re.sub(r"(.*?)pretrain_gpt\.py", lambda found: f"{_as_rank(found[1])} pretrain_gpt.py", line)
         return f"{line.partition(' #')[0]} --dry-run"
     if not_run:
         return f"{warm.ONLY_FLAGS}=1 {line}" if OURS.match(line) and re.search(" -m | --", line) else None
     if line.startswith("terapipe search rank") and "--num-token-slices" not in line:
         return f"{line.partition(' #')[0]} --num-token-slices 1"
     return line
+
+
+def _as_rank(launcher: str) -> str:
+    """The first rank of a launcher on this machine, which has one device."""
+    if "deepspeed" not in launcher or "--hostfile" in launcher:
+        return "python"
+    stated = re.search(r"--num[-_]accelerators (\d+)", launcher)
+    sizes = f"WORLD_SIZE={stated[1] if stated else 1} LOCAL_SIZE={stated[1] if stated else 1}"
+    return f"RANK=0 LOCAL_RANK=0 {sizes} CROSS_RANK=0 CROSS_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"
 
 
 def in_all_tests(line: str, not_run: str | None) -> str | None:

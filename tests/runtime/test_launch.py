@@ -73,6 +73,21 @@ def test_a_dry_run_without_a_launcher_is_the_first_rank(
     assert found == place(0, world_size, 0, world_size)
 
 
+@pytest.mark.parametrize(
+    ("launched", "stated", "least", "world_size"),
+    [(1, None, 16, 16), (1, 32, 16, 32), (8, None, 16, 16), (8, None, 4, 8), (3, None, 2, 3)],
+)
+def test_a_dry_run_needs_no_devices(launched: int, stated: int | None, least: int, world_size: int) -> None:
+    """As `deepspeed pretrain_gpt.py --dry-run` starts ranks on a host with fewer devices than the run has."""
+    sizes = {"WORLD_SIZE": str(launched), "LOCAL_SIZE": str(launched), "CROSS_RANK": "0"}
+    variables = {"RANK": "0", "LOCAL_RANK": "0"} | sizes
+    found = LaunchEnvironment.of_dry_run(variables | {"CROSS_SIZE": "1"}, stated=stated, least=least)
+    assert found == place(0, world_size, 0, world_size)
+    # Two hosts, and launchers whose numbers are always stated.
+    for others in ({"CROSS_SIZE": "2"}, {}):
+        assert LaunchEnvironment.of_dry_run(variables | others, stated=stated, least=least).world_size == launched
+
+
 def test_the_flag_gives_the_local_rank_without_a_variable() -> None:
     variables = {"RANK": "5", "WORLD_SIZE": "8"}
     assert LaunchEnvironment.read(variables, local_rank=3).local_rank == 3

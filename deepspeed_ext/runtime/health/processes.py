@@ -22,6 +22,7 @@ import faulthandler
 import fcntl
 import mmap
 import os
+import re
 import select
 import signal
 import stat
@@ -34,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain, takewhile
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -142,6 +144,13 @@ def launch_of(above: Sequence[Ancestor], *, outlives_its_terminal: bool = False)
 def host_launcher(launch: Sequence[Ancestor]) -> Ancestor | None:
     """The process that started all ranks of this host; None without a launcher."""
     return next((each for each in launch if each.program in _LAUNCHERS), None)
+
+
+def states_ranks(launch: Sequence[Ancestor]) -> bool:
+    """Whether the flags of DeepSpeed's command, which come before the program, state hosts or numbers of ranks."""
+    words = chain.from_iterable(each.command[1:] for each in launch if each.program in RUNNERS)
+    own = takewhile(lambda word: not word.endswith(".py"), words)
+    return any(re.match(r"-[Hie]|--(hostfile|include|exclude|num_)", word) for word in own)
 
 
 def launched_here() -> tuple[list[int], list[int]]:

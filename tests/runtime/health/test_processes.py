@@ -15,6 +15,7 @@ from deepspeed_ext.runtime.health.processes import (
     host_launcher,
     is_orphan,
     launch_of,
+    states_ranks,
 )
 
 PYTHON = "/venv/bin/python3"
@@ -59,6 +60,21 @@ def test_processes_of_the_user_are_no_part_of_the_launch(commands: tuple[tuple[s
 def test_under_nohup_the_connection_is_no_part_of_the_launch() -> None:
     processes = above(PER_HOST, REMOTE, SERVED)
     assert launch_of(processes, outlives_its_terminal=True) == (processes[0],)
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ("deepspeed --num_gpus 2 pretrain_gpt.py", True),
+        ("deepspeed -H hostfile pretrain_gpt.py", True),
+        ("deepspeed --include=localhost:1 pretrain_gpt.py", True),
+        ("deepspeed --master_port 1 pretrain_gpt.py --num-layers 2 --hostfile h", False),
+        ("torchrun --num_gpus 2 pretrain_gpt.py", False),
+    ],
+)
+def test_a_command_of_deepspeed_may_state_the_ranks(words: str, states: bool) -> None:
+    command = ("/usr/bin/python", f"/bin/{words.split()[0]}", *words.split()[1:])
+    assert states_ranks([Ancestor(2, ("bash",), 0.0), Ancestor(1, command, 0.0)]) == states
 
 
 def test_ranks_of_a_host_agree_on_their_launcher() -> None:
