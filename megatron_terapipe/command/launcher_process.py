@@ -99,6 +99,15 @@ def _launch() -> None:
     # Imported here: it takes seconds, in which Ctrl-C must not print a traceback either.
     from deepspeed.launcher import runner
 
+    parse = runner.parse_inclusion_exclusion
+
+    def devices(pool: Any, included: str, excluded: str) -> Any:
+        found = parse(pool, included, excluded)
+        if not any(found.values()):
+            raise ValueError(f"{included or excluded} leaves no device")
+        return found
+
+    vars(runner)["parse_inclusion_exclusion"] = devices
     vars(runner)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _start})
     try:
         runner.main()

@@ -72,16 +72,24 @@ def test_ctrl_c_is_one_line_after_the_end_of_all(
     assert (tmp_path / "child").read_text() == "ended"
 
 
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("--include=localhost:9", "No slot '9' specified on host 'localhost'"),
+        ("--exclude=localhost", "localhost leaves no device"),
+    ],
+)
 def test_an_error_of_the_launcher_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flag: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner = pytest.importorskip("deepspeed.launcher.runner")
-    monkeypatch.setattr(runner, "subprocess", runner.subprocess)  # It is replaced.
-    monkeypatch.setattr(sys, "argv", ["deepspeed", "--include=localhost:9", "pretrain_gpt.py"])
+    for name in ("subprocess", "parse_inclusion_exclusion"):
+        monkeypatch.setattr(runner, name, getattr(runner, name))  # They are replaced.
+    monkeypatch.setattr(sys, "argv", ["deepspeed", "--log_level=error", flag, "pretrain_gpt.py"])
     with pytest.raises(SystemExit) as raised:
         launcher_process._launch()
     assert raised.value.code == 2
-    assert capsys.readouterr().err == "error: DeepSpeed's launcher: No slot '9' specified on host 'localhost'\n"
+    assert capsys.readouterr().err == f"error: DeepSpeed's launcher: {line}\n"
 
 
 RANK = """
