@@ -86,9 +86,13 @@ class EndOfRun:
         """Called with the reason where another rank is lost."""
 
     def __enter__(self) -> Self:
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        main = threading.current_thread() is threading.main_thread()
+        ours = main and [*before.values()] == [signal.default_int_handler, signal.SIG_DFL]
+        self._before = before if ours else {}
+        if self._before:
             signal.signal(signal.SIGINT, self._interrupt)
+            signal.signal(signal.SIGTERM, self._terminate)
         return self
 
     def _interrupt(self, number: int, frame: FrameType | None) -> Any:
@@ -97,12 +101,16 @@ class EndOfRun:
         if self._interrupted_at - last > _IMPATIENT_S:
             signal.default_int_handler(number, frame)
 
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        """End this process; not after Ctrl-C, when a launcher sends SIGTERM before the end is reported."""
+        if self._interrupted_at == -math.inf:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Report the error, if this rank is the one to do so; return whether it is handled."""
-        if self._before is signal.default_int_handler and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._before)
         first_of_host = self.launch.local_rank == 0
         match error:
             case LostRank():
@@ -121,6 +129,8 @@ class EndOfRun:
             case KeyboardInterrupt():
                 self._end(INTERRUPTED, f"interrupted: {self.remedy()}" if prints_ctrl_c(self.launch) else "")
         self.after_report.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         return self.code != 0
 
     def _end(self, code: int, line: str) -> None:

@@ -65,7 +65,7 @@ def test_ends(
 
 
 @pytest.mark.parametrize("by_launcher", [False, True])
-def test_a_second_ctrl_c_is_ignored(
+def test_a_second_ctrl_c_and_the_launchers_sigterm_are_ignored(
     by_launcher: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if by_launcher:
@@ -76,8 +76,10 @@ def test_a_second_ctrl_c_is_ignored(
             signal.raise_signal(signal.SIGINT)
         finally:
             signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
     assert end.code == 130 and capsys.readouterr().err == ("" if by_launcher else "interrupted: REMEDY\n")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_failure_of_the_program_passes(capsys: pytest.CaptureFixture[str]) -> None:

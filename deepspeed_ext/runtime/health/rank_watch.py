@@ -352,7 +352,7 @@ class RankWatch:
         self._look_at_others(ended)
 
     def _look_at_others(self, ended: set[Ancestor | int]) -> None:
-        if self._host is None:
+        if self._host is None or self._interrupted:  # All ranks of a host end by Ctrl-C.
             return
         marks = {place: rank for place, rank in self._host.read().items() if place != self.place.local_rank}
         for place in marks.keys() - self._others:
@@ -415,7 +415,7 @@ class RankWatch:
             self._news.send(loss)
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
-        if self.lost is not None:
+        if self.lost is not None and not self._interrupted:
             self._mark(RankMark.ENDING)
             self._leave_after_report(self.lost.text, TERMINATED)
         elif self._terminating.acquire(blocking=False):  # Called in the main thread and in that of the watch.

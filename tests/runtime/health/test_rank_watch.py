@@ -180,8 +180,16 @@ def test_sigterm_after_ctrl_c_leaves_the_line_to_the_main_thread(
 ) -> None:
     monkeypatch.setattr(rank_watch, "_PATIENCE_S", 0.2)
     rank = Rank(tmp_path)
-    with rank.watch as watch:
-        watch._waking.send(bytes([signal.SIGINT, signal.SIGTERM]))
+    with rank.watch as watch, sleeper() as process:
+        watch._waking.send(bytes([signal.SIGINT]))
+        until(lambda: watch._interrupted)
+        # The other rank ends first, as by Ctrl-C.
+        rank.page.write(1, HostRank(1, process.pid, RankMark.ENDING))
+        process.kill()
+        process.wait()
+        watch._waking.send(bytes([0]))
+        watch._look_at_others({1})
+        watch._waking.send(bytes([signal.SIGTERM]))
         assert rank.left() == TERMINATED, "it hangs"
     assert rank.lines == ["interrupted: REMEDY"], "in its place"
 
