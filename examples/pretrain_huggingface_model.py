@@ -10,6 +10,7 @@ FOLDER has the `config.json` and the weights of a model; the path of a `config.j
 """
 
 import argparse
+import os
 import sys
 
 import torch
@@ -22,7 +23,14 @@ from megatron_terapipe.training.pretrain import pretrain
 def flags(parser, required=True):
     """Add the flags of this program; `config.own` has their values."""
     text = "folder of a model, or a config.json for new weights"
-    parser.add_argument("--hf-model", required=required, metavar="PATH", help=text)
+    parser.add_argument("--hf-model", required=required, metavar="PATH", help=text, type=existing)
+
+
+def existing(path):
+    """Return a path that exists; models are not downloaded by every rank."""
+    if not os.path.exists(path):
+        raise argparse.ArgumentTypeError(f"{path} is not here: download the model, and give its folder")
+    return path
 
 
 def layers(config, ranks):
