@@ -168,7 +168,7 @@ class CheckpointInfo:
     vocabulary_parts: int = 1
     """Layers that the output layer was saved as."""
     optimizer_schedule: dict[str, Any] = field(default_factory=dict)
-    """Fields that set learning rate and weight decay over the training; empty in checkpoints of earlier versions."""
+    """Fields that set learning rate and weight decay over the training, data and batch; earlier versions have fewer."""
     program: str | None = None
     """File of the program whose layers it has; None for the GPT's."""
 
@@ -289,7 +289,7 @@ class CheckpointInfo:
         return self.layout["data_parallel_size"] * self.layout.get("sequence_parallel_size", 1)
 
     def changed_schedule(self, now: Mapping[str, Any]) -> str:
-        """Return the flags of learning rate and weight decay with other values in a run, each with both."""
+        """Return the flags of `optimizer_schedule` with other values in a run, each with both values."""
         then = {name: self.optimizer_schedule.get(name, value) for name, value in now.items()}
         return ", ".join(
             f"{flag(name)} {then[name]!r} (now {value!r})" for name, value in now.items() if then[name] != value

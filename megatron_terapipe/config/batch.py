@@ -77,16 +77,16 @@ class BatchSizes:
                 break
         return consumed_samples + iterations * self.final
 
-    def iterations_within(self, samples: int) -> int:
-        """Return how many iterations a run of `samples` samples has; in the last step a part of one is dropped.
+    def iterations_within(self, samples: int, consumed: int = 0) -> int:
+        """Return how many iterations follow `consumed` samples of `samples`; in the last step a part is dropped.
 
         On a ramp the iteration that reaches the last sample is counted, and in steps in the last one, too, as Megatron
         counts them.
         """
         if self.counts_part:
-            return self.iterations_until(samples)
-        iterations = consumed = 0
-        for size, number in self._stretches(0):
+            return self.iterations_until(samples, consumed)
+        iterations = 0
+        for size, number in self._stretches(consumed):
             if consumed > samples:
                 break
             number = min(number, (samples - consumed) // size + 1)
@@ -94,10 +94,10 @@ class BatchSizes:
             iterations += number
         return iterations + max(0, samples - consumed) // self.final
 
-    def iterations_until(self, samples: int) -> int:
-        """Return after how many iterations `samples` samples are consumed; the last may consume more."""
-        iterations = consumed = 0
-        for size, number in self._stretches(0):
+    def iterations_until(self, samples: int, consumed: int = 0) -> int:
+        """Return how many iterations after `consumed` samples `samples` are reached; the last may consume more."""
+        iterations = 0
+        for size, number in self._stretches(consumed):
             number = min(number, max(0, -(-(samples - consumed) // size)))
             consumed += number * size
             iterations += number

@@ -40,6 +40,7 @@ from megatron_terapipe.training.records import (
     Line,
     Machine,
     Note,
+    Progress,
     RunStart,
 )
 from megatron_terapipe.training.run import Run
@@ -267,26 +268,42 @@ def points_of(line: Line, logging: LoggingConfig, world_size: int) -> dict[str, 
 
 
 class TensorBoard:
-    """Writes each curve over iterations, and again over samples, which compares runs of different batch sizes."""
+    """Writes each curve over iterations, and again over samples, which compares runs of different batch sizes.
 
-    def __init__(self, directory: str, logging: LoggingConfig, world_size: int) -> None:
+    A run that is resumed replaces the points after its start. TensorBoard drops those of all curves in a folder with a
+    larger step, so the curves over samples have a folder of their own.
+    """
+
+    def __init__(self, directory: str, logging: LoggingConfig, world_size: int, start: Progress) -> None:
         # Imported here: the package is optional, and slow to import.
         from torch.utils.tensorboard import SummaryWriter
 
         shown = threading.excepthook
         # Its thread keeps its error, which the next call raises.
         threading.excepthook = lambda failed: "tensorboard" in type(failed.thread).__module__ or shown(failed)
-        self._writer = SummaryWriter(str(Path(directory)), max_queue=logging.tensorboard_queue_size)
+        steps = {"": start.iteration, "samples": start.consumed_samples}
+        self._writers = [
+            SummaryWriter(
+                str(Path(directory, folder)),
+                purge_step=step + 1 if start.iteration else None,
+                max_queue=logging.tensorboard_queue_size,
+            )
+            for folder, step in steps.items()
+        ]
         self._logging, self._world_size = logging, world_size
-        self.close = self._writer.close
 
     def __call__(self, line: Line) -> None:
         """Write the points of a line."""
         if not isinstance(line, IterationMetrics | EvaluationMetrics):
             return
         for name, value in points_of(line, self._logging, self._world_size).items():
-            self._writer.add_scalar(name, value, line.iteration)
-            self._writer.add_scalar(f"{name} vs samples", value, line.consumed_samples)
+            self._writers[0].add_scalar(name, value, line.iteration)
+            self._writers[1].add_scalar(f"{name} vs samples", value, line.consumed_samples)
+
+    def close(self) -> None:
+        """Write the last points."""
+        for writer in self._writers:
+            writer.close()
 
 
 class WeightsAndBiases:
@@ -407,7 +424,7 @@ def build_reporters(run: Run, parameters: int, refresh_report: Callable[[], obje
         reporters.add("--report", lambda line: isinstance(line, IterationMetrics) and refresh_report())
     if logging.tensorboard_dir is not None:
         with reporters.writing(output := f"--tensorboard-dir {logging.tensorboard_dir}"):
-            board = TensorBoard(logging.tensorboard_dir, logging, world_size)
+            board = TensorBoard(logging.tensorboard_dir, logging, world_size, run.start)
             reporters.add(output, board, board.close)
     if logging.wandb_project is not None:
         with reporters.writing(output := f"--wandb-project {logging.wandb_project}"):

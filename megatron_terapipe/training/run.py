@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -54,6 +55,8 @@ from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.optimizer import schedule_facts
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.trained_model import TrainedModel
+
+_LONGEST_SHOWN = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,7 @@ class Run:
     @property
     def train_iters(self) -> int:
         """The last iteration."""
-        return _train_iters(self.config, self.batch_sizes)
+        return _train_iters(self.config, self.batch_sizes, self.start)
 
     @property
     def start(self) -> Progress:
@@ -122,6 +125,17 @@ class Run:
         """Fields that set learning rate and weight decay over the training."""
         tokens = self.config.model.seq_length * (self.batch_sizes.final if self.config.training.unit == "iters" else 1)
         return schedule_facts(self.config.optimizer, self.config.training, tokens_per_step=tokens)
+
+    @property
+    def compared_flags(self) -> dict[str, Any]:
+        """Flags whose change between a checkpoint and the run that loads it is reported."""
+        data = self.config.data
+        paths = ("data_path", *(f"{part}_data_path" for part in PARTS))
+        return (
+            self.optimizer_schedule
+            | {name: _shown(getattr(data, name)) for name in paths}
+            | {"split": data.split, "seed": self.config.training.seed, "global_batch_size": self.batch_sizes.final}
+        )
 
     @cached_property
     def peak_tflops(self) -> float | None:
@@ -162,7 +176,7 @@ class Run:
             tokenizer=asdict(self.tokenizer_settings),
             family=None if self.checkpoint is None else self.checkpoint[1].family,
             vocabulary_parts=self.config.parallel.vocabulary_parts,
-            optimizer_schedule=self.optimizer_schedule,
+            optimizer_schedule=self.compared_flags,
             program=None if self.trained.is_gpt else self.trained.program,
         )
 
@@ -208,6 +222,8 @@ def prepare(
         checks_files=launch.rank == 0 and launch.local_size == launch.world_size,
         program=None if trained.is_gpt else trained.program,
     )
+    # Refuses a run that is shorter than an iteration.
+    _train_iters(config, config.batch_sizes(layout.data_parallel_size), _start(config, checkpoint))
     run = Run(
         config=config,
         launch=launch,
@@ -264,6 +280,14 @@ def peak_tflops_here(dtype: str) -> float | None:
     return None if device is None else device.half_flops / 1e12
 
 
+def _shown(words: tuple[str, ...] | None) -> str | None:
+    """Return words of a flag in a line; of many only the first, with their number and a hash of all."""
+    text = " ".join(words or ())
+    if len(text) <= _LONGEST_SHOWN:
+        return text or None
+    return f"{text[:_LONGEST_SHOWN]}... ({len(text.split())} words, {sha256(text.encode()).hexdigest()[:8]})"
+
+
 def _check_accelerator(config: Config) -> None:
     if config.parallel.distributed_backend == "nccl" and get_accelerator().device_name() == "cpu":
         raise ConfigError("--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it")
@@ -305,17 +329,25 @@ def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Pr
     )
 
 
-def _planned_iters(training: TrainingConfig, sizes: BatchSizes) -> int:
-    """Return the number of iterations for which data is prepared."""
-    return training.train_iters or sizes.iterations_within(training.length)
+def _planned_iters(training: TrainingConfig, sizes: BatchSizes, start: Progress) -> int:
+    """Return the last iteration for which data is prepared; the part before the start may have had other batches."""
+    samples, consumed = training.length, start.consumed_samples
+    return training.train_iters or start.iteration + sizes.iterations_within(samples, consumed)
 
 
-def _train_iters(config: Config, sizes: BatchSizes) -> int:
+def _train_iters(config: Config, sizes: BatchSizes, start: Progress) -> int:
     """Return the last iteration: the planned one, or the one that reaches the tokens of the run."""
-    planned, tokens = _planned_iters(config.training, sizes), config.training.train_tokens
+    planned, tokens = _planned_iters(config.training, sizes, start), config.training.train_tokens
+    if not planned and not config.training.skip_train:
+        length, size = config.training.length, sizes.at(0)
+        raise ConfigError(
+            f"--train-samples {length} is less than one batch of {size} samples (--train-tokens are divided by "
+            f"--seq-length {config.model.seq_length}): give {size} samples or more"
+        )
     if tokens is None:
         return planned
-    return min(planned, sizes.iterations_until(-(-tokens // config.model.seq_length)))
+    samples = -(-tokens // config.model.seq_length)
+    return min(planned, start.iteration + sizes.iterations_until(samples, start.consumed_samples))
 
 
 def reading_ranks(config: Config) -> set[int]:
@@ -332,7 +364,7 @@ def reading_ranks(config: Config) -> set[int]:
 def _datasets(config: Config, replicas: int, start: Progress, tokenizer: Tokenizer, *, reads: bool) -> DatasetSplits:
     """Build the samples that the run reads; on ranks that read none, only their numbers."""
     data, sizes, batch = config.data, config.batch_sizes(replicas), config.evaluation_batch(replicas)
-    ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
+    ahead = max(0, _planned_iters(config.training, sizes, start) - start.iteration)
     train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
     evaluated = config.logging.eval_iters * batch.num_micro_batches * batch.micro_batch_size * replicas
     valid, test = (evaluated * data.has(part) for part in ("valid", "test"))

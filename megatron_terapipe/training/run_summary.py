@@ -102,7 +102,7 @@ def warnings_of_run(run: Run) -> list[str]:
                 f"warning: the checkpoint was trained with --tokenizer-type {then}, this run has {now}: the same ids "
                 "may mean other tokens"
             )
-        if run.start.iteration and (changed := run.checkpoint[1].changed_schedule(run.optimizer_schedule)):
+        if run.start.iteration and (changed := run.checkpoint[1].changed_schedule(run.compared_flags)):
             lines.append(f"warning: the checkpoint was trained with {changed}: the flags of this run are used")
     tokens, known = run.config.model.vocab_size or 0, run.tokenizer.vocab_size
     if tokens >= 2 * known and not run.config.data.mock_data:

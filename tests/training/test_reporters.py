@@ -17,7 +17,7 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.records import ExpertLoads, Line, Note, Saved
+from megatron_terapipe.training.records import ExpertLoads, Line, Note, Progress, Saved
 from megatron_terapipe.training.reporters import (
     LogLines,
     ProgressBar,
@@ -182,20 +182,23 @@ def test_flags_choose_the_points() -> None:
 
 def test_tensorboard_files_hold_the_curves_over_iterations_and_over_samples(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = TensorBoard(str(tmp_path / "board"), LoggingConfig(tensorboard_log_interval=2), 1)
-    for iteration in range(1, 6):
-        board(replace(ITERATION, iteration=iteration, consumed_samples=8 * iteration, lm_loss=float(iteration)))
-    board(EVALUATION)
-    board.close()
-    found = accumulator.EventAccumulator(str(tmp_path / "board")).Reload()
+    for start in (0, 2):  # It is killed, and resumed after the second iteration.
+        progress = Progress(iteration=start, consumed_samples=8 * start)
+        board = TensorBoard(str(tmp_path / "board"), LoggingConfig(tensorboard_log_interval=2), 1, progress)
+        for iteration in range(start + 1, 6):
+            board(replace(ITERATION, iteration=iteration, consumed_samples=8 * iteration, lm_loss=float(iteration)))
+        board(EVALUATION)
+        board.close()
+    by_folder = [accumulator.EventAccumulator(str(tmp_path / "board" / each)).Reload() for each in ("", "samples")]
 
     def curve(name: str) -> list[tuple[int, float]]:
-        return [(event.step, event.value) for event in found.Scalars(name)]
+        return [(event.step, event.value) for event in by_folder["samples" in name].Scalars(name)]
 
     assert curve("lm loss") == [(2, 2.0), (4, 4.0)]
     assert curve("lm loss vs samples") == [(16, 2.0), (32, 4.0)]
     assert curve("lm loss validation") == [(7, 1000.0)]
-    assert set(found.Tags()["scalars"]) >= {"grad-norm", "learning-rate", "learning-rate vs samples"}
+    tags = [set(found.Tags()["scalars"]) for found in by_folder]
+    assert tags[0] >= {"grad-norm", "learning-rate"} and tags[1] >= {"learning-rate vs samples"}
 
 
 def test_weights_and_biases_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,8 +316,8 @@ def test_a_failed_thread_of_tensorboard_prints_no_traceback(
 ) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    board = TensorBoard(str(tmp_path), LoggingConfig(tensorboard_queue_size=1), 1)
-    for path in tmp_path.iterdir():
+    board = TensorBoard(str(tmp_path), LoggingConfig(tensorboard_queue_size=1), 1, Progress())
+    for path in [*tmp_path.glob("*events*"), *tmp_path.glob("*/*events*")]:
         path.unlink()
         path.mkdir()
     with pytest.raises(OSError, match="Is a directory"):

@@ -16,7 +16,7 @@ from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.training.records import Progress
-from megatron_terapipe.training.run import Run, _datasets, prepare, reading_ranks
+from megatron_terapipe.training.run import Run, _datasets, _train_iters, prepare, reading_ranks
 from tests.inference.checkpoints import MODEL, checkpoint_info
 from tests.training.gpt_runs import FLAGS
 
@@ -94,6 +94,30 @@ def test_a_run_ends_with_the_iteration_that_reaches_its_tokens_and_its_data_does
         run = counted_in_samples(data, f"{SAMPLES} --train-tokens {tokens}")
         assert run.train_iters == iterations
         assert len(run.datasets.train) == len(plain.datasets.train)
+
+
+@pytest.mark.parametrize("words", ["--train-samples 11", "--train-tokens {tokens}"])
+def test_a_run_shorter_than_a_batch_is_refused(data: Path, words: str) -> None:
+    tokens = 11 * prepared(data).config.model.seq_length
+    with pytest.raises(ConfigError, match=r"^--train-samples 11 is less than one batch of 12 samples .*: give 12"):
+        counted_in_samples(data, words.format(tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("words", "consumed", "last"),
+    [("", 60, 5 + 3), ("", 5 * 4, 5 + 6), ("", 99, 5), ("--train-tokens {tokens}", 30, 5 + 2)],
+)
+def test_a_batch_that_changed_before_the_start_leaves_the_end_at_the_same_samples(
+    data: Path, words: str, consumed: int, last: int
+) -> None:
+    run = counted_in_samples(data, "--train-samples 100")
+    words = words.format(tokens=50 * run.config.model.seq_length)
+    run = counted_in_samples(data, f"--train-samples 100 {words}")
+    start = Progress(iteration=5, consumed_samples=consumed)
+    assert _train_iters(run.config, run.batch_sizes, start) == last
+    assert (
+        len(_datasets(run.config, 2, start, run.tokenizer, reads=True).train) == consumed + (100 - consumed) // 12 * 12
+    )
 
 
 def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:

@@ -90,10 +90,12 @@ def test_warnings(saved: Path, tmp_path: Path) -> None:
         ("--train-iters 20 --decoupled-lr 0.1", "--decoupled-lr None (now 0.1), --lr-decay-iters 10 (now 20)"),
         ("--weight-decay 0.1 --lr-warmup-fraction 0.1", "--lr-warmup-iters 0 (now 1.0), --weight-decay 0.01 (now 0.1)"),
         ("--use-checkpoint-opt-param-scheduler --lr-decay-iters 10 --lr-warmup-fraction 0", ""),
+        ("--seed 5 --global-batch-size 24", "--seed 1234 (now 5), --global-batch-size 2 (now 24)"),
+        ("--split 9,1", "--split '969,30,1' (now '9,1')"),
     ],
 )
 def test_a_resumed_run_with_another_learning_rate_or_weight_decay(saved: Path, words: str, changed: str) -> None:
-    schedule, run = prepared().optimizer_schedule, prepared(words)
+    schedule, run = prepared().compared_flags, prepared(words)
     line = f"warning: the checkpoint was trained with {changed}: the flags of this run are used"
     assert warnings_of_run(resumed(run, saved, iteration=5, optimizer_schedule=schedule)) == ([line] if changed else [])
     assert not warnings_of_run(resumed(run, saved, iteration=5))  # An earlier version did not keep it.
