@@ -131,6 +131,12 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
         raise CheckpointError(f"{source.name} has no tokenizer: add --tokenizer-type and its files")
     tokenizer = build_tokenizer(settings)
     prompt = tokenizer.encode(text_before)
+    rows = source.model.vocab_size or tokenizer.vocab_size
+    if max(prompt, default=0) >= rows:
+        raise CheckpointError(
+            f"the prompt has the token id {max(prompt)} of {tokenizer.name}, and {source.name} has {rows} ids from 0: "
+            "give the tokenizer of the model, or leave this token out"
+        )
     num_new_tokens = options.max_new_tokens
     if num_new_tokens is None:
         # A prompt that is too long leaves no room; `generate` refuses it.
@@ -143,7 +149,7 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
         prompt,
         num_new_tokens,
         max_positions=source.model.max_position_embeddings,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=min(rows, tokenizer.vocab_size),
         eod=tokenizer.eod,
         temperature=options.temperature,
         top_k=options.top_k,

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import TextIOWrapper
 from itertools import groupby
 from shutil import get_terminal_size
 from typing import Any, NoReturn, Self, TextIO, cast
@@ -100,7 +101,10 @@ def exact_output() -> TextIO:
 
 @contextmanager
 def printable_output() -> Iterator[None]:
-    """Print control characters as text, whatever prints them."""
+    """Print control characters as text, whatever prints them, and so those that the stream cannot encode."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     out, error = (each and cast("TextIO", _PrintableStream(each)) for each in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(error):
         yield

@@ -128,7 +128,7 @@ def _write_to_checkpoints(run: Run, name: str, text: str) -> None:
     if run.config.checkpoint.save is not None and run.launch.rank == 0:
         directory = Path(run.config.checkpoint.save)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text)
+        (directory / name).write_text(text, encoding="utf-8")
 
 
 def _saved(config: Config) -> tuple[Strategy, str] | None:

@@ -270,8 +270,8 @@ def points_of(line: Line, logging: LoggingConfig, world_size: int) -> dict[str, 
 class TensorBoard:
     """Writes each curve over iterations, and again over samples, which compares runs of different batch sizes.
 
-    A run that is resumed replaces the points after its start. TensorBoard drops those of all curves in a folder with a
-    larger step, so the curves over samples have a folder of their own.
+    A run that is resumed replaces the points after its start. TensorBoard drops points of all curves in a folder with a
+    larger step, so curves over samples have a folder of their own.
     """
 
     def __init__(self, directory: str, logging: LoggingConfig, world_size: int, start: Progress) -> None:

@@ -261,6 +261,11 @@ def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
     size = config.model.vocab_size
     if size is None:
         return tokenizer.vocab_size
+    if size < tokenizer.vocab_size and config.checkpoint.load is not None:
+        raise ConfigError(
+            f"the model of --load {config.checkpoint.load} has {size} ids, no room for the {tokenizer.vocab_size} of "
+            f"{tokenizer.name}: give the tokenizer of the model, with ids below {size}"
+        )
     if size < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {size} has no room for the {tokenizer.vocab_size} tokens of {tokenizer.name}: "

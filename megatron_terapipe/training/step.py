@@ -162,7 +162,7 @@ class TrainingStep:
         lengths = () if config.parallel.token_slices == BY_DOCUMENTS else config.token_slices().lengths
         step = StepRecord(timeline, config.parallel.pipeline_schedule, iteration, lengths)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"iteration_{iteration:06d}.json").write_text(step.to_json())
+        (directory / f"iteration_{iteration:06d}.json").write_text(step.to_json(), encoding="utf-8")
         if iteration == self._measured[-1][-1]:
             self._report.note(write_drawings(step, directory))
 
@@ -236,10 +236,10 @@ def write_drawings(step: StepRecord, directory: Path) -> str:
         Panel(name, each, activation_over_time(each, step.token_slices or None))
         for name, each in ((title, timeline), ("simulated with the measured op times", comparison.simulated))
     ]
-    (directory / "timeline.json").write_text(step.to_json())
-    (directory / "timeline.svg").write_text(render_svg(timeline, title))
-    (directory / "timeline.html").write_text(render_html(panels, title))
-    (directory / "timeline.trace.json").write_text(render_chrome_trace(timeline))
+    (directory / "timeline.json").write_text(step.to_json(), encoding="utf-8")
+    (directory / "timeline.svg").write_text(render_svg(timeline, title), encoding="utf-8")
+    (directory / "timeline.html").write_text(render_html(panels, title), encoding="utf-8")
+    (directory / "timeline.trace.json").write_text(render_chrome_trace(timeline), encoding="utf-8")
     return (
         f" wrote {directory}/timeline.svg, .html, .json and .trace.json: bubble {timeline.bubble_ratio:.1%} in "
         f"iteration {step.iteration}, simulated time {comparison.efficiency:.1%} of the measured"

@@ -82,6 +82,19 @@ def test_control_characters_are_printed_as_text(capsys: pytest.CaptureFixture[st
     assert all(each.isprintable() or each == "\t" for each in out.replace("\n", ""))
 
 
+def test_characters_that_an_output_cannot_encode_are_printed_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = [io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2)]
+    for name, output in zip(("stdout", "stderr"), outputs, strict=True):
+        monkeypatch.setattr(sys, name, output)
+    with printable_output():
+        print("\N{SNOWMAN}")
+        print("\N{SNOWMAN}", file=sys.stderr)
+        exact_output().write("\N{MIDDLE DOT}")
+    for output in outputs:
+        output.flush()
+    assert [output.buffer.getvalue() for output in outputs] == [b"\\u2603\n\\xb7", b"\\u2603\n"]
+
+
 def test_styles_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)

@@ -67,6 +67,18 @@ def test_data_of_another_tokenizer_is_refused_by_the_first_rank(data: Path) -> N
         prepared(data, "--dry-run", first)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", r"^--vocab-size 99 has no room for the 257 tokens of byte: raise it, or drop it$"),
+        ("--load model", r"^the model of --load model has 99 ids, no room for the 257 of byte: give the tokenizer of"),
+    ],
+)
+def test_a_vocabulary_that_is_too_small_has_a_remedy_that_works(data: Path, words: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        prepared(data, f"--vocab-size 99 {words}")
+
+
 SAMPLES = "--split 8,1,1 --eval-iters 3 --train-samples 100 --rampup-batch-size 4 4 20"
 
 

@@ -54,7 +54,8 @@ class Quantity:
         """Return the number in bytes, FLOPs and seconds."""
         match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in self.units:
-            raise ValueError(f"is not a {self.kind} with its unit: write it as {self.example}")
+            read_as = ", but a number" if isinstance(value, int | float) else ""
+            raise ValueError(f"is not a {self.kind} with its unit{read_as}: write it as {self.example}")
         number = float(match[1]) * self.units[match[2]]
         if number <= 0:
             raise ValueError("is not above zero: give more")

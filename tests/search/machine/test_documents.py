@@ -4,6 +4,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field, TypeAdapter
 
+from megatron_terapipe.config.parsing import parse_yaml
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.documents import parse_text, suggestion
 from megatron_terapipe.search.machine.entries import (
@@ -83,7 +84,10 @@ class Outer(Entry):
         ({"text": ""}, 'c.json: at[2].text "" is not a text: give one'),
         ({"flag": 1}, "c.json: at[2].flag 1 is not true or false: give one of them"),
         ({"word": "rwo"}, 'c.json: at[2].word "rwo" is not known: did you mean row?'),
-        ({"link": 3}, "c.json: at[2].link 3 is not a bandwidth with its unit: write it as 100 Gbit/s or 25 GB/s"),
+        (
+            {"link": 3},
+            "c.json: at[2].link 3 is not a bandwidth with its unit, but a number: write it as 100 Gbit/s or 25 GB/s",
+        ),
         ({"link": "0 GB/s"}, 'c.json: at[2].link "0 GB/s" is not above zero: give more'),
         ({"inner": {}}, "c.json: at[2].inner {} is not a list: write one in [ ]"),
         ({"inner": []}, "c.json: at[2].inner [] is an empty list: write one entry or more in [ ]"),
@@ -132,3 +136,8 @@ def test_files_in_another_format(name: str, text: str, message: str) -> None:
         parse_text(text, name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_yaml_need_no_point() -> None:
+    text = "a: 1e-5\nb: 1e1\nc: -2.5E+3\nd: '1e5'\ne: 1e\nf: 0x1e5\ng: 1e5B"
+    assert parse_yaml(text, "f") == {"a": 1e-5, "b": 10.0, "c": -2500.0, "d": "1e5", "e": "1e", "f": 0x1E5, "g": "1e5B"}
