@@ -7,6 +7,7 @@ this process waits. Slurm, Kubernetes and `kill` may signal this process only: i
 ranks of this host. DeepSpeed's launchers would kill ranks that are still saving after 30 s.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -96,6 +97,8 @@ def _children_end(seconds: float) -> bool:
 
 
 def _launch() -> None:
+    # Every process of a run on CPUs would print that it found no other device.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     # Imported here: it takes seconds, in which Ctrl-C must not print a traceback either.
     from deepspeed.launcher import runner
 
@@ -120,7 +123,11 @@ def _launch() -> None:
 def _start(command: Sequence[str], **settings: Any) -> "subprocess.Popen[bytes]":
     """Start a program of DeepSpeed's command; its launcher of this host handles Ctrl-C once torch is loaded."""
     if "deepspeed.launcher.launch" in command:
+        from deepspeed.accelerator import get_accelerator
+
         settings["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        if get_accelerator().device_name() == "cpu":
+            settings["env"] = {"DS_ACCELERATOR": "cpu"} | dict(settings.get("env") or os.environ)
     return subprocess.Popen(command, **settings)
 
 
