@@ -35,6 +35,9 @@ _WHOLE = ("openmpi", "mpich", "impi", "mvapich")
 _AT_ONCE = 64
 """Hosts that are asked at a time."""
 
+_SSH_S = 60
+"""Seconds in which a host answers; the shell of a user may wait for a file server."""
+
 Hosts = dict[str, list[int]]
 """Devices of each host, by number."""
 
@@ -168,7 +171,13 @@ def check_reachable(flags: Mapping[str, str], hosts: Hosts, variables: Mapping[s
     options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *shlex.split(variables["PDSH_SSH_ARGS_APPEND"])]
 
     def fault(host: str) -> str | None:
-        done = subprocess.run(["ssh", *options, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        words = ["ssh", *options, host, "true"]
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_SSH_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"{host} (no answer within {_SSH_S} s)"
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return f"{host} ({lines[-1].strip()})" if done.returncode else None
 
@@ -182,6 +191,17 @@ def check_reachable(flags: Mapping[str, str], hosts: Hosts, variables: Mapping[s
         )
 
 
+def devices_elsewhere(variables: Mapping[str, str]) -> str | None:
+    """Return a warning where CUDA_VISIBLE_DEVICES chooses devices and pdsh starts ranks on other hosts."""
+    listed = visible_devices(variables)
+    if listed is None or listed == list(map(str, range(len(listed)))):
+        return None
+    return (
+        f"warning: CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']} does not reach the hosts of the hostfile, "
+        "where ranks get devices from 0: choose others by --include"
+    )
+
+
 def own_devices(hosts: Hosts | None, flags: Mapping[str, str], variables: Mapping[str, str]) -> list[str] | None:
     """Return the devices of CUDA_VISIBLE_DEVICES for the ranks of this machine; None if it does not decide.
 
@@ -192,9 +212,9 @@ def own_devices(hosts: Hosts | None, flags: Mapping[str, str], variables: Mappin
     stated = f"CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']}"
     if filters := [name for name in ("include", "exclude") if name in flags]:
         raise ConfigError(f"{stated} chooses devices, and {_written(flags, filters[0])} does, too: drop one of them")
-    number = len(listed) if hosts is None else len(hosts[HERE])
+    number = len(listed) if hosts is None else len(next(iter(hosts.values())))
     if number > len(listed):
-        raise ConfigError(f"{stated} shows {len(listed)} devices, and --num-accelerators is {number}: lower it")
+        raise ConfigError(f"{stated} shows {len(listed)} devices, and {number} ranks are to start: give a lower number")
     if number > 1 and listed[0].startswith("MIG-"):
         raise ConfigError(
             f"{stated} names MIG instances, of which CUDA shows one to a process: add --num-accelerators 1"

@@ -99,20 +99,20 @@ def _children_end(seconds: float) -> bool:
 def _launch() -> None:
     # Every process of a run on CPUs would print that it found no other device.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
-    # Imported here: it takes seconds, in which Ctrl-C must not print a traceback either.
-    from deepspeed.launcher import runner
-
-    parse = runner.parse_inclusion_exclusion
-
-    def devices(pool: Any, included: str, excluded: str) -> Any:
-        found = parse(pool, included, excluded)
-        if not any(found.values()):
-            raise ValueError(f"{included or excluded} leaves no device")
-        return found
-
-    vars(runner)["parse_inclusion_exclusion"] = devices
-    vars(runner)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _start})
     try:
+        # Imported here: it takes seconds, in which Ctrl-C must not print a traceback either.
+        from deepspeed.launcher import runner
+
+        parse = runner.parse_inclusion_exclusion
+
+        def devices(pool: Any, included: str, excluded: str) -> Any:
+            found = parse(pool, included, excluded)
+            if not any(found.values()):
+                raise ValueError(f"{included or excluded} leaves no device")
+            return found
+
+        vars(runner)["parse_inclusion_exclusion"] = devices
+        vars(runner)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _start})
         runner.main()
     except Exception as error:  # Whatever it finds, it ends with a traceback of its own.
         why = str(error).partition("\n")[0] or type(error).__name__

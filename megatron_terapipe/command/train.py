@@ -21,6 +21,7 @@ from megatron_terapipe.command.hosts import (
     PROGRAMS,
     check_environment_file,
     check_reachable,
+    devices_elsewhere,
     hosts_of,
     is_here,
     own_devices,
@@ -125,13 +126,15 @@ def launch_command(
     else:
         # Runs on one host must not meet.
         flags.setdefault("master_port", str(free_port()))
-        if _shows_devices(variables):
-            shown, devices = variables["CUDA_VISIBLE_DEVICES"], own_devices(hosts, flags, variables)
-            if devices is not None:
-                shown, flags["num_accelerators"] = ",".join(devices), str(len(devices))
-            # DeepSpeed would number devices from 0, whatever they are.
-            more.append("--no_python")
-            program = ["env", f"CUDA_VISIBLE_DEVICES={shown}", sys.executable, "-u", *program]
+    if _shows_devices(variables) and ("hostfile" not in flags or (hosts is not None and is_here(hosts))):
+        shown, devices = variables["CUDA_VISIBLE_DEVICES"], own_devices(hosts, flags, variables)
+        if devices is not None:
+            shown = ",".join(devices)
+            if "hostfile" not in flags:
+                flags["num_accelerators"] = str(len(devices))
+        # DeepSpeed would number devices from 0, whatever they are.
+        more.append("--no_python")
+        program = ["env", f"CUDA_VISIBLE_DEVICES={shown}", sys.executable, "-u", *program]
     # Each in one word: values such as `--ntasks-per-node=8` begin with dashes.
     of_deepspeed = [f"--{name}={value}" for name, value in flags.items()]
     return [sys.executable, "-m", RUNNER, *of_deepspeed, *more, *program]
@@ -153,10 +156,13 @@ def _shows_devices(variables: Mapping[str, str]) -> bool:
 
 
 def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the launcher."""
+    """Return the environment of the launcher, without the variables of a rank."""
+    from megatron_terapipe.search.machine.launcher import OF_A_LAUNCHER
+
+    variables = {name: value for name, value in variables.items() if name not in OF_A_LAUNCHER}
     if "hostfile" not in flags:
         if not _shows_devices(variables):
-            return dict(variables)
+            return variables
         own = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
         hides = will_use_cuda(own) and not will_use_cuda(variables)
         return own | ({"DS_ACCELERATOR": "cpu"} if hides else {})
@@ -266,6 +272,8 @@ def _run(words: list[str], prog: str) -> int:
     if "hostfile" in launching and hosts is not None and not is_here(hosts):
         check_environment_file()
         check_reachable(launching, hosts, variables)
+        if launching.get("launcher", "pdsh") == "pdsh" and (line := devices_elsewhere(variables)):
+            print(line, file=sys.stderr)
     from megatron_terapipe.training.end_of_run import LAUNCHER_REPORTS
 
     variables[LAUNCHER_REPORTS] = str(given.get("save") or "")

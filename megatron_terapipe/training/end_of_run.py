@@ -38,7 +38,7 @@ from typing import Any, Self
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import BAD_INPUT, INTERRUPTED
 from deepspeed_ext.runtime.health.rank_watch import LOST, RankWatch, watch_rank
-from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError
+from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError, number
 from megatron_terapipe.checkpoint.directories import latest_checkpoint, names_model_folder
 from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.errors import (
@@ -129,8 +129,8 @@ class EndOfRun:
             case KeyboardInterrupt():
                 self._end(INTERRUPTED, f"interrupted: {self.remedy()}" if prints_ctrl_c(self.launch) else "")
         self.after_report.close()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
         return self.code != 0
 
     def _end(self, code: int, line: str) -> None:
@@ -195,7 +195,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def after_restart(config: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> CheckpointConfig:
     """Return the section of a run, changed if the launcher has started the run again."""
     restarts, restart, hosts = (
-        int(environment.get(name, least))
+        least if (found := number(environment, name)) is None else found
         for name, least in (
             ("TORCHELASTIC_MAX_RESTARTS", 0),
             ("TORCHELASTIC_RESTART_COUNT", 0),

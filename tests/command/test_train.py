@@ -11,7 +11,7 @@ import pretrain_gpt
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments.parser import MOST_USED, flags
 from megatron_terapipe.command import train
-from megatron_terapipe.command.hosts import check_environment_file, check_reachable, hosts_of
+from megatron_terapipe.command.hosts import check_environment_file, check_reachable, devices_elsewhere, hosts_of
 from megatron_terapipe.command.main import main
 from megatron_terapipe.command.train import (
     build_parser,
@@ -162,7 +162,7 @@ def test_devices_are_those_that_are_shown(
 @pytest.mark.parametrize(
     ("flags", "devices", "message"),
     [
-        ({"num_accelerators": "3"}, "1,0", "CUDA_VISIBLE_DEVICES=1,0 shows 2 devices, and --num-accelerators is 3"),
+        ({"num_accelerators": "3"}, "1,0", "CUDA_VISIBLE_DEVICES=1,0 shows 2 devices, and 3 ranks are to start"),
         ({"include": "localhost:0"}, "1,0", "CUDA_VISIBLE_DEVICES=1,0 chooses devices, and --include localhost:0"),
         ({}, "MIG-a,MIG-b", "CUDA_VISIBLE_DEVICES=MIG-a,MIG-b names MIG instances, of which CUDA shows one"),
     ],
@@ -171,6 +171,14 @@ def test_devices_that_are_not_shown_are_refused(flags: dict[str, str], devices: 
     with pytest.raises(UserError) as raised:
         launch_command(flags, FLAGS, SHOWN | {"CUDA_VISIBLE_DEVICES": devices})
     assert str(raised.value).startswith(message)
+
+
+def test_devices_of_a_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("localhost slots=1\n")
+    command = launch_command({"hostfile": str(path)}, FLAGS, SHOWN | {"CUDA_VISIBLE_DEVICES": "3,2"})
+    assert "CUDA_VISIBLE_DEVICES=3" in command and not any(word.startswith("--num_acc") for word in command)
+    assert [devices_elsewhere({"CUDA_VISIBLE_DEVICES": each}) is None for each in ("0,1", "1,0", "2")] == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +306,7 @@ def test_runs_on_other_hosts_are_checked(hostfile: str) -> None:
 
 def test_passwords_stay_here(hostfile: str) -> None:
     variables = {"PATH": "/bin", "MLFLOW_TRACKING_PASSWORD": "x"}
-    assert launch_variables({}, variables) == variables
+    assert launch_variables({}, variables) == launch_variables({}, variables | {"LOCAL_SIZE": "8"}) == variables
     sent = launch_variables({"hostfile": hostfile}, variables)
     assert sent["PATH"] == "/bin" and sent.keys() == {"PATH", "PDSH_SSH_ARGS_APPEND"}
     assert launch_variables({"hostfile": hostfile}, {"PDSH_SSH_ARGS_APPEND": ""}) == {"PDSH_SSH_ARGS_APPEND": ""}
