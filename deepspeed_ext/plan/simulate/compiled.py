@@ -192,7 +192,9 @@ def _say_when_compiling() -> None:
         said = os.environ.get("LOCAL_RANK", "0") != "0"
 
         def on_start(self, event: Any) -> None:
-            if not self.said and event.data["dispatcher"].py_func.__module__.startswith("deepspeed_ext."):
+            if not self.said and event.data["dispatcher"].py_func.__module__.startswith(
+                ("deepspeed_ext.", "megatron_terapipe.")
+            ):
                 self.said = True
                 # On a terminal it replaces a line of progress.
                 print(f"\r{COMPILING}" if sys.stderr.isatty() else COMPILING, file=sys.stderr, flush=True)
