@@ -291,6 +291,78 @@ def datasets(scale: Scale) -> Figures:
     return figures
 
 
+_BLENDED, _SAMPLES = 300, 20_000_000
+
+
+def blend(scale: Scale) -> Figures:
+    """Order of 20 million samples of 300 data sets: by its definition, as was done before, and as it is done now."""
+    import numpy as np
+
+    from megatron_terapipe.data.blend_order import BlendOrder
+    from tests.data.test_datasets import each_furthest_below_its_share
+
+    figures: Figures = {}
+    weights, few = np.random.default_rng(0).random(_BLENDED).tolist(), 20_000
+    with measured(figures, f"{few:,} samples by the definition"):
+        wanted = each_furthest_below_its_share(weights, few)
+    figures["all by the definition, extrapolated CPU s"] = (
+        float(figures[f"{few:,} samples by the definition, CPU s"]) * _SAMPLES / few
+    )
+    order = BlendOrder(weights, _SAMPLES)
+    with measured(figures, "first samples, with the time to load the compiled loop"):
+        assert [order[sample] for sample in range(few)] == wanted
+    with measured(figures, "last sample, as after a resume"):
+        order[_SAMPLES - 1]
+    return figures
+
+
+def epochs(scale: Scale) -> Figures:
+    """Order of 128 million samples of three documents: all at once, as was done before, and as it is done now."""
+    from tests.data.test_datasets import order_before
+
+    figures: Figures = {}
+    lengths, few, wanted = [90, 100, 110], 5000, 500_000 * 256
+    all_epochs = wanted * 64 // sum(lengths)
+    with measured(figures, f"{few:,} epochs at once"):
+        order_before(lengths, 64, few, 1)
+    figures["all epochs at once, extrapolated CPU s"] = (
+        float(figures[f"{few:,} epochs at once, CPU s"]) * all_epochs / few
+    )
+    return figures | _started([1.0], lengths, wanted)
+
+
+def prefixes(scale: Scale) -> Figures:
+    """A blend of 30,000 data sets, where 256 files may be open."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    return _started([1.0 + number % 7 for number in range(30_000)], [90, 100, 110], _SAMPLES)
+
+
+def _started(weights: Sequence[float], lengths: Sequence[int], samples: int) -> Figures:
+    """Return the figures of a start on data sets of these documents, each the same, and of the first batch."""
+    from megatron_terapipe.config import DataConfig
+    from megatron_terapipe.data.datasets import build_datasets, prepare_samples
+    from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with IndexedDatasetWriter(f"{folder}/0", vocab_size=257) as writer:
+            for length in lengths:
+                writer.add_document([1] * length)
+        for number in range(1, len(weights)):
+            for end in ("bin", "idx"):
+                os.link(f"{folder}/0.{end}", f"{folder}/{number}.{end}")
+        words = tuple(word for number, each in enumerate(weights) for word in (str(each), f"{folder}/{number}"))
+        data = DataConfig(data_path=words if len(weights) > 1 else words[1:], split="1")
+        with measured(figures, "start"):
+            train = build_datasets(data, seq_length=64, num_samples=(samples, 0, 0), seed=1).train
+            prepare_samples(train, 0)
+        assert train is not None
+        with measured(figures, "first 256 samples"):
+            for sample in range(256):
+                train[sample]
+    return figures
+
+
 def _join(scale: Scale) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -308,6 +380,9 @@ PARTS: dict[str, Callable[[Scale], Figures]] = {
     "weights": weights,
     "whole": whole_weights,
     "datasets": datasets,
+    "blend": blend,
+    "epochs": epochs,
+    "prefixes": prefixes,
 }
 """The work of a rank before its first step."""
 

@@ -146,7 +146,7 @@ class DataConfig:
     `test`, and a string or a list of words under each."""
 
     data_cache_path: str | None = option(None, metavar="DIR|none")
-    """Directory for the shuffled order of documents and samples, and for the range of the token ids of each data file.
+    """Directory for the shuffled orders of large epochs, and for the range of the token ids of each large data file.
     The next start reads it, and the ranks of a host share it. Default: `index_cache` in the directory of the first
     data file, if that can be written. With `none` every rank that reads data computes the order in memory."""
 
