@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.runtime.launch import is_this_host
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.hostfile import parse_hostfile
 from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
@@ -47,10 +48,12 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     # The launcher sends it to the other hosts, where the package has the same path.
     package = str(Path(__file__).parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    hosts = [host.name for host in parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)]
     words = [launcher(), "--hostfile", hostfile, "--master_port", str(free_port()), "--no_local_rank", "--module"]
+    if len(hosts) == 1 and not is_this_host(hosts[0]):
+        words.insert(1, "--force_multi")  # DeepSpeed would start its ranks here.
     words += ["megatron_terapipe.search.measure.on_hosts", _encoded(SIZES.dump_json(sizes).decode())]
     check_remote_words([*words, environment["PYTHONPATH"]], Path.cwd())
-    hosts = [host.name for host in parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)]
     others: deque[str] = deque(maxlen=LINES_SHOWN)
     options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with supervised(words, hosts, **options) as process:

@@ -17,6 +17,7 @@ LAUNCHER = """#!{python}
 import sys
 from megatron_terapipe.search.measure.on_hosts import SIZES, _decoded, lines_of
 assert SIZES.validate_json(_decoded(sys.argv[-1])) == SIZES.validate_json({sizes!r})
+assert "--force_multi" in sys.argv  # host-1 is not this host
 print("host-1: a warning of a package")
 for message in {messages!r}:
     for line in lines_of(message):
