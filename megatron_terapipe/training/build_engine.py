@@ -18,7 +18,7 @@ from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
-from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables
+from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables, visible_devices
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.rank_watch import RankWatch
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, end_process, watch_this_rank
@@ -67,7 +67,8 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     if accelerator.device_name() == "cpu":
         settle_on_cores(run.launch.local_rank, run.launch.local_size)
     else:
-        index = own_device(run.launch.local_rank, accelerator.device_count())
+        listed = visible_devices(os.environ) if accelerator.device_name() == "cuda" else None
+        index = own_device(run.launch.local_rank, accelerator.device_count(), listed or ())
         accelerator.set_device(index)
         # DeepSpeed uses it as the index of the device of tensors and of the process group.
         os.environ["LOCAL_RANK"] = str(index)
@@ -177,11 +178,20 @@ def compare_environments() -> None:
         print(*(f"warning: {line}" for line in lines), sep="\n", flush=True)
 
 
-def own_device(local_rank: int, num_visible: int) -> int:
+def own_device(local_rank: int, num_visible: int, listed: Sequence[str] = ()) -> int:
     """Return the index of a rank's device among the visible ones.
 
     A launcher makes all devices of the host visible to each process, or only its own, as srun with one GPU for a task.
+
+    Args:
+        listed: the devices of CUDA_VISIBLE_DEVICES, of which CUDA shows those before the first that is missing, and one
+            MIG instance.
     """
+    if num_visible == 1 and local_rank and len(listed) > 1:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={','.join(listed)[:80]} lists {len(listed)} devices, of which CUDA shows 1 to local "
+            f"rank {local_rank}: list devices that nvidia-smi -L shows, or make one device visible to each rank"
+        )
     if num_visible == 1:
         return 0
     if local_rank >= num_visible:

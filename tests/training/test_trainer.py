@@ -173,5 +173,8 @@ def test_each_rank_has_its_own_device() -> None:
     assert [own_device(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
     # As with one GPU for a task of srun: the other devices are not visible.
     assert [own_device(rank, 1) for rank in range(4)] == [0, 0, 0, 0]
+    assert [own_device(0, 1, ["0", "9"]), own_device(1, 1, ["GPU-8932f937"])] == [0, 0]
+    with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=0,9 lists 2 devices, of which CUDA shows 1 to local"):
+        own_device(1, 1, ["0", "9"])
     with pytest.raises(ConfigError, match=r"^local rank 4 has no device, because 4 are visible: "):
         own_device(4, 4)
