@@ -17,6 +17,7 @@ Part = Literal["train", "valid", "test"]
 
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
 
+_LONGEST_SHOWN = 400
 DEFAULT_SPLIT = "969,30,1"
 """Shares of training, validation and test."""
 
@@ -31,8 +32,10 @@ def read_weighted_prefixes(flag: str, words: tuple[str, ...]) -> WeightedPrefixe
     pairs = tuple(zip(weights[::2], words[1::2], strict=False))
     paired = len(words) % 2 == 0 and all(weight is None for weight in weights[1::2])
     if not words or not paired or not all(weight is not None and 0 < weight < 1e30 for weight, _ in pairs):
+        text = " ".join(words)
+        text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
         raise ConfigError(
-            f"{flag} {' '.join(words) or '(empty)'} is neither prefixes nor pairs of a positive weight "
+            f"{flag} {text or '(empty)'} is neither prefixes nor pairs of a positive weight "
             "and a prefix: write it as 0.3 wiki 0.7 books"
         )
     return pairs
