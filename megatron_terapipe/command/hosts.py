@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,9 +29,6 @@ PROGRAMS = {
 }
 """Launchers that DeepSpeed starts, each with the program by which it finds them."""
 
-_WHOLE = ("openmpi", "mpich", "impi", "mvapich")
-"""Launchers that start all ranks of the hostfile."""
-
 _AT_ONCE = 64
 """Hosts that are asked at a time."""
 
@@ -48,17 +45,17 @@ def hosts_of(flags: Mapping[str, str]) -> Hosts | None:
     Args:
         flags: of the launcher, by name.
     """
-    filters, counts = ([each for each in names if each in flags] for names in (("include", "exclude"), _COUNTS))
-    if len(filters + counts) > 1 and filters:
-        given = " and ".join(_written(flags, each) for each in filters + counts)
+    filters = [each for each in ("include", "exclude") if each in flags]
+    both = filters + [each for each in ("num_nodes", "num_accelerators") if each in flags]
+    if len(both) > 1 and filters:
+        given = " and ".join(_written(flags, each) for each in both)
         raise ConfigError(f"{given} do not go together: give one filter, or numbers")
     each = int(flags["num_accelerators"]) if "num_accelerators" in flags else None
     if "hostfile" not in flags:
         if int(flags.get("num_nodes", 1)) > 1:
             raise ConfigError(f"{_written(flags, 'num_nodes')} names no hosts: give them by --hostfile")
-        if filters:
-            chosen = _chosen(flags, filters[0], {HERE: None})
-            return chosen if "include" in flags and chosen[HERE] else None
+        for name in filters:
+            _parts(flags, name)
         return None if each is None else {HERE: list(range(each))}
     listed = parse_hostfile(read_text(flags["hostfile"], "--hostfile"), flags["hostfile"])
     if not Path(flags["hostfile"]).is_file():  # DeepSpeed would train only on this machine.
@@ -86,64 +83,38 @@ def hosts_of(flags: Mapping[str, str]) -> Hosts | None:
             hosts = {name: slots for name, slots in left.items() if slots}
         if not any(hosts.values()):
             raise ConfigError(f"{_written(flags, filters[0])} leaves no device: name fewer")
-    _check_launcher(flags, hosts, filters + counts)
     return hosts
 
 
-_COUNTS = ("num_nodes", "num_accelerators")
-
-
-def _chosen(flags: Mapping[str, str], name: str, hosts: Mapping[str, list[int] | None]) -> Hosts:
-    """Return the slots that a filter names of each host, sorted as DeepSpeed does; none for a whole host.
-
-    Args:
-        hosts: the slots of all hosts; None where they are not known.
-    """
+def _chosen(flags: Mapping[str, str], name: str, hosts: Hosts) -> Hosts:
+    """Return the slots that a filter names of each host, sorted as DeepSpeed does; none for a whole host."""
     chosen: Hosts = {}
-    for part in flags[name].split("@"):
-        host, colon, slots = part.partition(":")
-        where = f"{_written(flags, name)}: "
-        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*" if colon else "", slots) or not host:
-            raise ConfigError(
-                f"{where}{part!r} is not HOST or HOST:0,2, with @ between hosts: write hosts with a user or an address "
-                "of IPv6 under a name of their own in ssh's settings and the hostfile"
-            )
+    where = f"{_written(flags, name)}: "
+    for host, slots in _parts(flags, name):
         if host not in hosts:
-            raise ConfigError(f"{where}{host} is not a host {_of(flags)}: the hosts are {', '.join(list(hosts)[:8])}")
-        known = hosts[host]
-        new = [int(slot) for slot in slots.split(",") if slot]
-        wrong = None if known is None else next((slot for slot in new if slot not in known), None)
-        if wrong is not None and known is not None:
-            raise ConfigError(f"{where}host {host} has no slot {wrong}: its {len(known)} slots are numbered from 0")
-        chosen[host] = sorted({*chosen.get(host, ()), *new})
+            known = ", ".join(list(hosts)[:8])
+            raise ConfigError(f"{where}{host!r} is not a host of {flags['hostfile']}: the hosts are {known}")
+        if wrong := sorted({*slots} - {*hosts[host]}):
+            count = len(hosts[host])
+            raise ConfigError(f"{where}host {host} has no slot {wrong[0]}: its {count} slots are numbered from 0")
+        chosen[host] = sorted({*chosen.get(host, ()), *slots})
     return chosen
 
 
-def _check_launcher(flags: Mapping[str, str], hosts: Hosts, given: Iterable[str]) -> None:
-    """Check that the launcher of other hosts can start these ranks."""
-    launcher = flags.get("launcher", "pdsh")
-    try:
-        shlex.split(flags.get("launcher_args", ""))
-    except ValueError as error:
-        raise ConfigError(f"{_written(flags, 'launcher_args')}: {error}: close each quotation mark") from None
-    numbers = {len(slots) for slots in hosts.values()}
-    if launcher in _WHOLE and (name := next(iter(given), None)):
-        raise ConfigError(
-            f"--launcher {launcher} starts all ranks of the hostfile: drop {_written(flags, name)}, and write another "
-            "hostfile"
-        )
-    if launcher in ("slurm", *_WHOLE[1:]) and len(numbers) > 1:
-        raise ConfigError(f"--launcher {launcher} needs as many slots on every host: write another hostfile")
-    if launcher == "slurm" and any(slots != list(range(len(slots))) for slots in hosts.values()):
-        raise ConfigError("--launcher slurm cannot choose devices: include or exclude whole hosts")
+def _parts(flags: Mapping[str, str], name: str) -> list[tuple[str, list[int]]]:
+    """Return the hosts of a filter, each with its slots."""
+    parts = [part.partition(":") for part in flags[name].split("@")]
+    for host, colon, slots in parts:
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*" if colon else "", slots):
+            raise ConfigError(
+                f"{_written(flags, name)}: {host + colon + slots!r} is not HOST or HOST:0,2, with @ between them: give "
+                "hosts with a user or an address of IPv6 a name of their own in ssh's settings and the hostfile"
+            )
+    return [(host, [int(slot) for slot in slots.split(",") if slot]) for host, _, slots in parts]
 
 
 def _written(flags: Mapping[str, str], name: str) -> str:
     return f"--{name.replace('_', '-')} {flags[name]}"
-
-
-def _of(flags: Mapping[str, str]) -> str:
-    return f"of {flags['hostfile']}" if "hostfile" in flags else "without a hostfile"
 
 
 def is_here(hosts: Hosts) -> bool:
