@@ -1,5 +1,6 @@
-"""The examples of models of one's own: the engine under a launcher, and programs of `pretrain` on other layouts."""
+"""The examples of models of one's own: the engine in a loop, and programs of `pretrain` on other layouts."""
 
+import io
 import os
 import re
 import runpy
@@ -13,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.transformers_layers import read_checkpoint
-from tests import warm
 from tests.architecture.sources import ROOT
 from tests.distributed import run_distributed
 from tests.end_to_end.launching import read_metrics
@@ -22,10 +22,16 @@ from tests.examples.transformers_models import SETTINGS, model_of
 EXAMPLES = ROOT / "examples"
 
 
-def test_it_trains_under_a_launcher(tmp_path: Path) -> None:
-    done = warm.run(f"deepspeed --num_accelerators 2 {EXAMPLES}/own_model.py", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", done.stdout, flags=re.MULTILINE)]
+def run_own_loop() -> str:
+    """Run the example of the engine on this rank, and return its output."""
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / "own_model.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_engine_trains_in_a_loop_of_ones_own() -> None:
+    printed, _ = run_distributed(run_own_loop, 2)
+    losses = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", printed, flags=re.MULTILINE)]
     assert len(losses) == 6
     assert losses[0] > 2.0
     assert losses[-1] < losses[0] / 2

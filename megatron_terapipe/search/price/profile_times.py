@@ -272,7 +272,7 @@ class MeasuredProfile:
             there = f"; it has {', '.join(kinds)}" if kinds else ""
             raise ConfigError(
                 f"the profile {self.profile.source or 'just measured'} has no "
-                f"{str(shape).removeprefix('a ')}{there}: measure this model, or give no profile"
+                f"{str(shape).partition(' ')[2]}{there}: measure this model, or give no profile"
             )
         return found
 
