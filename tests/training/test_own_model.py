@@ -126,29 +126,26 @@ def train_own(words: str, folder: Path, datasets: Any = lambda config: (Samples(
         return pretrain(layers, datasets=datasets, flags=flags, argv=argv)
 
 
-def test_stages_token_slices_and_tensor_parallel_ranks_train_as_one_process(tmp_path: Path) -> None:
-    """A run on a stage and a rank is that of two, and continues on others, for weights that are divided and copied."""
+def test_a_run_on_two_stages_continues_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """In other token slices and with recomputation, for weights that are divided and weights that are copied."""
 
     def metrics(name: str) -> Path:
         return tmp_path / f"{name}.jsonl"
 
-    two = f"--shift 3 --metrics-file {metrics('two')} --save {tmp_path / 'saved'}"
-    first = "--pipeline-model-parallel-size 2 --token-slices 6,5,3,2 --train-iters 2 --lr-decay-iters 4"
-    then = "--tensor-model-parallel-size 2 --num-token-slices 2 --recompute-granularity full"
-    for words, ranks in (
-        (f"--shift 3 --metrics-file {metrics('one')}", 1),
-        (f"{two} {first}", 2),
-        (f"{two} {then} --load {tmp_path / 'saved'}", 2),
-    ):
-        assert run_distributed(train_own, ranks, words, tmp_path) == [0] * ranks
-    found = {name: read_metrics(metrics(name)) for name in ("one", "two")}
+    saved = f"--shift 3 --save {tmp_path / 'saved'} --metrics-file"
+    stages = f"{saved} {metrics('stages')} --pipeline-model-parallel-size 2 --token-slices 6,5,3,2 --save-interval 2"
+    tensor = (
+        f"{saved} {metrics('tensor')} --tensor-model-parallel-size 2 --num-token-slices 2 --load {tmp_path / 'saved'}"
+    )
+    tensor += " --load-tag global_step2 --recompute-granularity full"
+    for words in (stages, tensor):
+        assert run_distributed(train_own, 2, words, tmp_path) == [0, 0]
+    expected, continued = (read_metrics(metrics(name)) for name in ("stages", "tensor"))
     for key in ("lm_loss", "grad_norm"):
-        expected, continued = ([each[key] for each in found[name][0]] for name in ("one", "two"))
-        assert continued == pytest.approx(expected, rel=1e-6)
-    evaluated = [found[name][1][-1]["validation_lm_loss"] for name in ("one", "two")]
+        assert [each[key] for each in continued[0]] == pytest.approx([each[key] for each in expected[0][2:]], rel=1e-6)
+    evaluated = [found[1][-1]["validation_lm_loss"] for found in (expected, continued)]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)
-    assert {each["tflops_per_device"] for each in found["one"][0]} == {None}
-    start = json.loads(metrics("two").read_text().splitlines()[0])
+    start = json.loads(metrics("stages").read_text().splitlines()[0])
     weights = VOCAB * WIDTH + 2 * (2 * WIDTH + 8 * WIDTH * WIDTH) + VOCAB * WIDTH + VOCAB
     assert (
         start["parameters"],
