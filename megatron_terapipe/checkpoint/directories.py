@@ -6,7 +6,8 @@ Needs no torch, so that flags can use it.
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -247,17 +248,29 @@ def _with_iteration(load: Path, file: str) -> list[tuple[int, Path]]:
 LOCK = "run.lock"
 """File that the run holds which saves into a directory, with its host and process."""
 
+_ENDING_S = 5.0
+"""Seconds for which a run waits for the lock of a process that has ended: its last thread closes its files."""
+
 
 @contextmanager
-def only_run_in(save: str | Path) -> Iterator[None]:
-    """Hold a directory of checkpoints until the block or this process ends; `CheckpointError` if another run does."""
+def only_run_in(save: str | Path, is_running: Callable[[int], bool] = lambda process: True) -> Iterator[None]:
+    """Hold a directory of checkpoints until the block or this process ends; `CheckpointError` if another run does.
+
+    Args:
+        is_running: whether a process of this host is running; for the lock of one that is not, this one waits a little.
+    """
     lock, was_there = Path(save) / LOCK, Path(save).exists()
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file, holder = open_locked(lock), "which is ending"
-        # Its holder may remove it at this moment.
-        with suppress(FileNotFoundError), lock.open("rb") as written:
-            holder = written.read(_LONGEST_NAME).decode(errors="replace")
+        until = time.monotonic() + _ENDING_S
+        while True:
+            file, holder = open_locked(lock), "which is ending"
+            # Its holder may remove it at this moment.
+            with suppress(FileNotFoundError), lock.open("rb") as written:
+                holder = written.read(_LONGEST_NAME).decode(errors="replace")
+            if file is not None or _may_run(holder, is_running) or time.monotonic() > until:
+                break
+            time.sleep(0.05)
     except OSError as error:
         raise CheckpointError(f"--save {save} cannot be written ({error.strerror}): name another") from None
     if file is None:
@@ -277,6 +290,12 @@ def only_run_in(save: str | Path) -> Iterator[None]:
         if not was_there:
             with suppress(OSError):  # It has checkpoints.
                 lock.parent.rmdir()
+
+
+def _may_run(holder: str, is_running: Callable[[int], bool]) -> bool:
+    """Whether the process of a lock, by its text, is on another host or is running."""
+    match = re.match(r"host (.+), process (\d+), since ", holder)
+    return match is None or match[1] != socket.gethostname() or is_running(int(match[2]))
 
 
 def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], texts: Mapping[str, str | bytes]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed_ext.plan.terminal import printable_output
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
-from deepspeed_ext.runtime.health.processes import ProcessEnd
+from deepspeed_ext.runtime.health.processes import ProcessEnd, start_of
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import Arguments, read_arguments
 from megatron_terapipe.arguments.build import Constraints
@@ -100,7 +100,8 @@ def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: E
 
         def hold_saves() -> None:
             if first and config.checkpoint.save is not None and not config.training.skip_train:
-                end.after_report.enter_context(only_run_in(config.checkpoint.save))
+                running = only_run_in(config.checkpoint.save, lambda process: start_of(process) is not None)
+                end.after_report.enter_context(running)
 
         # On several hosts only when all ranks can receive the error.
         if on_one_host:

@@ -1,13 +1,16 @@
 """Processes killed while they save or hold a directory: a whole checkpoint is found, no later run is locked out."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.plan.text_files import open_locked
 from megatron_terapipe.checkpoint.directories import LOCK, latest_checkpoint, only_run_in
 from megatron_terapipe.errors import CheckpointError
 from tests.checkpoint.killed_saves import found, kill_at_every_point, killed_at
@@ -34,6 +37,20 @@ def test_a_killed_run_locks_no_other_out(tmp_path: Path) -> None:
     with only_run_in(save):
         assert f"process {os.getpid()}," in (save / LOCK).read_text()
     assert list(save.iterdir()) == []
+
+
+def test_the_lock_of_a_process_that_has_ended_is_waited_for(tmp_path: Path) -> None:
+    """The system releases it with the last thread, shortly after the process counts as ended."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    held = open_locked(tmp_path / LOCK)
+    assert held is not None
+    held.write(f"host {socket.gethostname()}, process {ended.pid}, since 2026-11-28 22:00:00".encode())
+    held.flush()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: (time.sleep(0.2), held.close()))
+        with only_run_in(tmp_path, lambda process: process != ended.pid):
+            assert held.closed
 
 
 def test_a_directory_that_was_made_for_the_lock_does_not_stay(tmp_path: Path) -> None:
