@@ -166,6 +166,7 @@ class TokenSlicePipelineModule(PipelineModule):
         base_seed: layer i initialises with seed `base_seed + i`, on any stage.
         tensor_parallel_group: group of the ranks that share this rank's layers, if it exists already.
         expert_ranks: ranks that share the experts of this rank's layers, if their groups exist already.
+        sequence_ranks: ranks that share the tokens of each token slice, if their group exists already.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class TokenSlicePipelineModule(PipelineModule):
         base_seed: int = 1234,
         tensor_parallel_group: dist.ProcessGroup | None = None,
         expert_ranks: ExpertParallelRanks | None = None,
+        sequence_ranks: SequenceParallelRanks | None = None,
     ) -> None:
         if len(token_slices) != layout.num_token_slices:
             raise UserError(
@@ -241,7 +243,7 @@ class TokenSlicePipelineModule(PipelineModule):
                 activation_checkpoint_interval=activation_checkpoint_interval,
                 dynamic_shape=dynamic_shape,
             )
-        self.sequence_ranks = SequenceParallelRanks.of(layout)
+        self.sequence_ranks = sequence_ranks or SequenceParallelRanks.of(layout)
         """Ranks that share the tokens of each token slice."""
         self.expert_ranks = expert_ranks or ExpertParallelRanks.of(layout)
         """Ranks that share the experts of each layer."""

@@ -1,10 +1,11 @@
 """Actions of the first rank for all ranks, and faults that all ranks raise at the same time."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
 
 Result = TypeVar("Result")
@@ -31,6 +32,22 @@ def from_first_rank(
     if found[1] is not None:
         raise error(found[1])
     return found[0]
+
+
+def agreed(make: Callable[[], Result], error: type[UserError], *, of: type[UserError] = UserError) -> Result:
+    """Return a function's result on this rank; every rank must call it at the same time.
+
+    Raises:
+        error: on every rank, with the message of the first rank on which the function raises an `of`.
+    """
+    result, mine = None, None
+    try:
+        result = make()
+    except of as raised:
+        mine = str(raised)
+    if fault := first_fault(mine):
+        raise error(fault)
+    return cast(Result, result)
 
 
 def first_fault(mine: str | None) -> str | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.terminal import Progress, no_progress
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.agreement import first_fault, from_first_rank
+from megatron_terapipe.checkpoint.agreement import agreed, from_first_rank
 from megatron_terapipe.checkpoint.directories import (
     BF16_PREFIX,
     experts_file,
@@ -170,13 +170,8 @@ def verify_checkpoint(
         return f" warning: {directory} has no manifest: not verified"
     if not reads:
         return None
-    try:
-        manifest.check_content(directory, shares(manifest.files, dist.get_world_size())[dist.get_rank()])
-        mine = None
-    except CheckpointError as error:
-        mine = str(error)
-    if fault := first_fault(mine):
-        raise AgreedCheckpointError(fault)
+    own = shares(manifest.files, dist.get_world_size())[dist.get_rank()]
+    agreed(lambda: manifest.check_content(directory, own), AgreedCheckpointError, of=CheckpointError)
     return None
 
 

@@ -25,9 +25,10 @@ from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, end_proc
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks, own_group
+from megatron_terapipe.checkpoint.agreement import agreed
 from megatron_terapipe.checkpoint.restore import damage_in_one_line, load_checkpoint, saved_run
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
-from megatron_terapipe.errors import ConfigError, NumbersError
+from megatron_terapipe.errors import ConfigError, LayersError, NumbersError
 from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, pipeline_partition
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
@@ -38,7 +39,6 @@ from megatron_terapipe.training.number_guards import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.own_layers import (
     CheckedLoss,
-    agreed,
     blocks_of,
     check_divided_weights,
     check_layers_of,
@@ -234,7 +234,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     cuts = config.document_cuts()
     device = torch.device(get_accelerator().current_device_name())
     layers_and_stages = partial(_layers_and_stages, run, device, ModelRanks(ranks, expert_ranks, sequence_ranks))
-    layers, partition = layers_and_stages() if trained.is_gpt else agreed(layers_and_stages)
+    layers, partition = layers_and_stages() if trained.is_gpt else agreed(layers_and_stages, LayersError)
 
     def hidden_state(rows: int, length: int, dtype: torch.dtype) -> MessageSpec:
         own = length // ranks.size if ranks.sequence_parallel else length
@@ -268,11 +268,12 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 base_seed=config.training.seed,
                 tensor_parallel_group=ranks.group,
                 expert_ranks=expert_ranks,
+                sequence_ranks=sequence_ranks,
             )
         if trained.is_gpt:
             assert module.reading_ranks == reading_ranks(config), "data is built on the ranks that read it"
         else:
-            agreed(lambda: check_divided_weights(module, ranks))
+            agreed(lambda: check_divided_weights(module, ranks), LayersError)
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
@@ -291,6 +292,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
 
 
 def _layers_and_stages(run: Run, device: torch.device, ranks: ModelRanks) -> tuple[Sequence[Any], StagePartition | str]:
+    """Return the layers of the model, first to last, and their stages."""
     torch.manual_seed(run.config.training.seed)  # Modules that are given whole are equal on all ranks.
     with device:  # Weights are drawn on it.
         layers = run.trained.layers(run.config, ranks)

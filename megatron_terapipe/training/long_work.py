@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.health.ledger import OpLedger
-from megatron_terapipe.checkpoint.agreement import first_fault
+from megatron_terapipe.checkpoint.agreement import agreed
 from megatron_terapipe.errors import AgreedDataError
 
 _INTERVAL_S, _SPEAKS_EVERY_S = 1.0, 30.0
@@ -52,10 +51,10 @@ def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) 
         if working and dist.get_rank() == 0 and time.monotonic() - spoke > _SPEAKS_EVERY_S:
             spoke = time.monotonic()
             print(f" {name} since {spoke - began:.0f} s", flush=True)
-    error = raised[0] if raised else None
-    if error is not None and not isinstance(error, UserError):
-        raise error
+
+    def raise_again() -> None:
+        if raised:
+            raise raised[0]
+
     with ledger.phase(name):
-        fault = first_fault(None if error is None else str(error))
-    if fault is not None:
-        raise AgreedDataError(fault) from error
+        agreed(raise_again, AgreedDataError)

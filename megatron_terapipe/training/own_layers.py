@@ -1,9 +1,9 @@
 """The layers and the loss of a user's own model: their stages, the weights that ranks divide, and checks of both."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,30 +17,11 @@ from deepspeed_ext.runtime.first_batch_checks import TOLERANCES
 from deepspeed_ext.runtime.micro_batch import map_tensors, tensors_in
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import is_of_experts
-from megatron_terapipe.checkpoint.agreement import first_fault
 from megatron_terapipe.checkpoint.info import EXPERTS
 from megatron_terapipe.config.parallel import ParallelConfig
-from megatron_terapipe.errors import ConfigError, LayersError
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.training.trained_model import Loss
-
-Result = TypeVar("Result")
-
-
-def agreed(make: Callable[[], Result]) -> Result:
-    """Return the result of a function of the program or a check of it; a collective operation of all ranks.
-
-    Raises:
-        LayersError: on every rank, if it is an error of the user on any.
-    """
-    result, mine = None, None
-    try:
-        result = make()
-    except UserError as error:
-        mine = str(error)
-    if fault := first_fault(mine):
-        raise LayersError(fault)
-    return cast(Result, result)
 
 
 def check_layers_of(layers: Any, program: str) -> None:
