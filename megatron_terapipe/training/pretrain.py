@@ -52,7 +52,8 @@ def pretrain(
         flags: called with a parser of `argparse`, to which it adds flags; their values are `config.own`.
         argv: words after the name of the program; None = the words of this process, which ends with the exit code.
     """
-    program = Path(sys.argv[0]).name if layers is not gpt_layers else PROGRAM
+    is_plain = layers is gpt_layers and loss is datasets is flags is None
+    program = PROGRAM if is_plain else Path(sys.argv[0]).name
     trained = TrainedModel(layers, loss, datasets, program)
     process_end = ProcessEnd() if argv is None else None
     with printable_output(), EndOfRun() as end:

@@ -177,7 +177,7 @@ class Run:
             family=None if self.checkpoint is None else self.checkpoint[1].family,
             vocabulary_parts=self.config.parallel.vocabulary_parts,
             optimizer_schedule=self.compared_flags,
-            program=None if self.trained.is_gpt else self.trained.program,
+            program=self.trained.own_program,
         )
 
 
@@ -220,7 +220,7 @@ def prepare(
         config.optimizer.optimizer,
         # One rank reads the files, and sends the result later; on one host its error ends all ranks already now.
         checks_files=launch.rank == 0 and launch.local_size == launch.world_size,
-        program=None if trained.is_gpt else trained.program,
+        program=trained.own_program,
     )
     # Refuses a run that is shorter than an iteration.
     _train_iters(config, config.batch_sizes(layout.data_parallel_size), _start(config, checkpoint))
