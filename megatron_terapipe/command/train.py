@@ -1,4 +1,4 @@
-"""`terapipe train`: runs pretrain_gpt.py, with DeepSpeed's launcher where no other launcher has started its ranks.
+"""`terapipe train`: runs pretrain_gpt.py or a program like it, by DeepSpeed's launcher if no other started its ranks.
 
 launcher flags -> parsers of the flags -> main: split the words, then launch, or train in this process
 """
@@ -10,6 +10,7 @@ from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import CommandParser, run_command, up_to
@@ -19,6 +20,7 @@ from deepspeed_ext.runtime.launch import LAUNCHERS, launcher_of
 from megatron_terapipe.arguments.parser import ALL, add_flags_of, asked_for, other_flags, read_command_line
 from megatron_terapipe.command.hosts import (
     PROGRAMS,
+    Hosts,
     check_environment_file,
     check_reachable,
     devices_elsewhere,
@@ -101,16 +103,18 @@ def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:
 
 
 def launch_command(
-    flags: Mapping[str, str], words: Sequence[str], variables: Mapping[str, str] = os.environ
+    flags: Mapping[str, str], words: Sequence[str], hosts: Hosts | None, variables: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Return the words that start DeepSpeed's launcher.
 
     Args:
+        words: of the trainer; the first may be a program in place of pretrain_gpt.py.
+        hosts: by `hosts_of`.
         variables: of this process.
     """
     from megatron_terapipe.search.machine.launcher import check_remote_words, free_port
 
-    flags, hosts, program = dict(flags), hosts_of(flags), [trainer_file(), *words]
+    flags, program = dict(flags), [*([] if _has_program(words) else [trainer_file()]), *words]
     # Ranks take their place from variables, which every launcher sets. The log of the launcher, which repeats the
     # command for each rank, would hide the lines of the trainer.
     more = ["--log_level=error", "--no_local_rank"]
@@ -182,6 +186,23 @@ def dry_run_words(flags: Mapping[str, str], words: Sequence[str]) -> tuple[list[
     return list(words), _place(sum(sizes), max(sizes))
 
 
+def _has_program(words: Sequence[str]) -> bool:
+    """Whether words begin with a program that calls `pretrain`: docs/how-to/own-models.md."""
+    return bool(words) and words[0].endswith(".py")
+
+
+def _given_to_program(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of a program that decide its start, by field; it reads and checks its flags itself."""
+    if not os.path.isfile(words[0]):
+        raise ConfigError(f"{words[0]} is not a file: give a program that calls pretrain, or flags of the trainer only")
+    parser = CommandParser(prog=words[0], add_help=False)
+    parser.add_argument("--save")
+    alone = ("-h", "--help", "--help-all", "--dry-run", "--dry-run-without-files")
+    parser.add_argument(*alone, "--dry_run", "--dry_run_without_files", dest="dry_run", action="store_true")
+    given: dict[str, Any] = vars(parser.parse_known_args(words[1:])[0])
+    return given
+
+
 def trainer_file() -> str:
     """Return the path of pretrain_gpt.py."""
     found = find_spec("pretrain_gpt")
@@ -202,9 +223,9 @@ OF_THE_LAUNCHER = ("hostfile",)
 DESCRIPTION = """\
 Train a GPT, here or on the hosts of a hostfile.
 
-Starts pretrain_gpt.py with DeepSpeed's launcher, as `deepspeed pretrain_gpt.py` does. If torchrun, srun or mpirun has
-started this command already, it trains as one of their ranks. With --dry-run it starts no rank: it checks everything
-and prints the plan of the run."""
+Starts pretrain_gpt.py, or PROGRAM.py, which calls pretrain with a model of yours, by DeepSpeed's launcher. If torchrun,
+srun or mpirun has started this command, it trains as one of their ranks. With --dry-run it starts no rank: it checks
+everything and prints the plan of the run."""
 
 EPILOG = """\
 examples:
@@ -220,7 +241,10 @@ Launchers, one command each: docs/how-to/launching.md."""
 def build_parser(prog: str, group: str = "") -> CommandParser:
     """Return the parser, for help, of the launcher's flags and a group of the trainer's: by default those most used."""
     parser = CommandParser(
-        prog=prog, usage=f"{prog} [flags of the launcher] flags of the trainer", description=DESCRIPTION, epilog=EPILOG
+        prog=prog,
+        usage=f"{prog} [flags of the launcher] [PROGRAM.py] flags of the trainer",
+        description=DESCRIPTION,
+        epilog=EPILOG,
     )
     parser.add_argument("--help-all", action="store_true", help="show all flags of the trainer, as --help all does")
     add_launcher_flags(parser)
@@ -243,32 +267,27 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
 def _run(words: list[str], prog: str) -> int:
     if not words:
         raise ConfigError(f"no flags are given: see {prog} --help")
-    group = asked_for(words)
+    # A program has help of its own.
+    group = None if any(map(_has_program, ([word] for word in words))) else asked_for(words)
     if group is not None:
         build_parser(prog, group).print_help()
         return 0
     launching, training = split(words)
-    if training and training[0].endswith(".py"):
-        raise ConfigError(
-            f"{training[0]} is a program, and this command trains a GPT: start it by `deepspeed {training[0]} ...`"
-        )
     # Here, so that a misspelled flag is reported before any rank is started.
-    given = read_command_line(training).given
+    given = _given_to_program(training) if _has_program(training) else read_command_line(training).given
     if given.get("dry_run") or given.get("dry_run_without_files"):
         training, ranks = dry_run_words(launching, training)
-        import pretrain_gpt
-
         before = dict(os.environ)
         os.environ.update(ranks)
         try:
-            return pretrain_gpt.main(training)
+            return _main(training)
         finally:  # For callers in Python.
             os.environ.clear()
             os.environ.update(before)
     if is_launched(launching, os.environ):
         return _train(training)
-    command, variables = launch_command(launching, training), launch_variables(launching, os.environ)
     hosts = hosts_of(launching)
+    command, variables = launch_command(launching, training, hosts), launch_variables(launching, os.environ)
     if "hostfile" in launching and hosts is not None and not is_here(hosts):
         check_environment_file()
         check_reachable(launching, hosts, variables)
@@ -283,12 +302,20 @@ def _run(words: list[str], prog: str) -> int:
 
 
 def _train(words: Sequence[str]) -> int:
-    # Imported where this process runs it.
-    import pretrain_gpt
-
     try:
-        return pretrain_gpt.main(words)
+        return _main(words)
     except OSError:
         # As in pretrain_gpt.py: a failure during a run is not bad input, and needs its traceback.
         traceback.print_exc()
         return 1
+
+
+def _main(words: Sequence[str]) -> int:
+    """Run the trainer here; a program takes the place of this process."""
+    if _has_program(words):
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-u", *words])  # noqa: S606 - no shell is wanted
+    # Imported where this process runs it.
+    import pretrain_gpt
+
+    return pretrain_gpt.main(words)

@@ -26,7 +26,12 @@ from megatron_terapipe.command.train import (
 from tests.architecture.sources import ROOT
 
 FLAGS = ["--num-layers", "2", "--lr", "-1"]
+OWN = ["mine.py", "--size", "1", *FLAGS]
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
+def launched(flags: dict[str, str], words: list[str], variables: dict[str, str] | None = None) -> list[str]:
+    return launch_command(flags, words, hosts_of(flags), os.environ if variables is None else variables)
 
 
 @pytest.fixture
@@ -143,7 +148,7 @@ SHOWN = {"DS_ACCELERATOR": "cuda"}
 def test_devices_are_those_that_are_shown(
     flags: dict[str, str], variables: dict[str, str], ranks: str | None, shown: str | None
 ) -> None:
-    command = launch_command(flags, FLAGS, variables)
+    command = launched(flags, FLAGS, variables)
     assert next((word.partition("=")[2] for word in command if word.startswith("--num_acc")), None) == ranks
     assert command[-len(FLAGS) - 4 : -len(FLAGS) - 1] == (
         command[-len(FLAGS) - 4 : -len(FLAGS) - 1]
@@ -165,14 +170,14 @@ def test_devices_are_those_that_are_shown(
 )
 def test_devices_that_are_not_shown_are_refused(flags: dict[str, str], devices: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
-        launch_command(flags, FLAGS, SHOWN | {"CUDA_VISIBLE_DEVICES": devices})
+        launched(flags, FLAGS, SHOWN | {"CUDA_VISIBLE_DEVICES": devices})
     assert str(raised.value).startswith(message)
 
 
 def test_devices_of_a_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     path.write_text("localhost slots=1\n")
-    command = launch_command({"hostfile": str(path)}, FLAGS, SHOWN | {"CUDA_VISIBLE_DEVICES": "3,2"})
+    command = launched({"hostfile": str(path)}, FLAGS, SHOWN | {"CUDA_VISIBLE_DEVICES": "3,2"})
     assert "CUDA_VISIBLE_DEVICES=3" in command and not any(word.startswith("--num_acc") for word in command)
     assert [devices_elsewhere({"CUDA_VISIBLE_DEVICES": each}) is None for each in ("0,1", "1,0", "2")] == [1, 0, 0]
 
@@ -188,7 +193,7 @@ def test_devices_of_a_hostfile(tmp_path: Path) -> None:
 def test_ranks_start_on_the_hosts_that_are_named(text: str, more: list[str], tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     path.write_text(text, encoding="utf-8")
-    command = launch_command({"hostfile": str(path)}, FLAGS)
+    command = launched({"hostfile": str(path)}, FLAGS)
     assert [word for word in command if word in ("--force_multi", "--no_ssh_check")] == more
     assert ("--master_addr=127.0.0.1" in command) == text.startswith("localhost")
     (read,) = (word.removeprefix("--hostfile=") for word in command if word.startswith("--hostfile="))
@@ -267,7 +272,7 @@ def test_words_of_the_launcher(words: list[str], launcher: list[str], hostfile: 
     launching, training = split([*words, *FLAGS])
     assert training == FLAGS
     own_check = [] if "hostfile" not in launching or "slurm" in words else ["--no_ssh_check"]
-    assert launch_command(launching, training, {}) == [
+    assert launched(launching, training, {}) == [
         *BEGIN,
         *(word.replace("HOSTFILE", hostfile) for word in launcher),
         *(*END[:2], *own_check, *END[2:]),
@@ -284,20 +289,20 @@ def test_deepspeed_takes_every_flag_that_is_passed_on(monkeypatch: pytest.Monkey
         ("--include a", {"include": "a", "force_multi": True}),
         ("--exclude b", {"exclude": "b"}),
     ):
-        command = launch_command(*split([*given, *words.split(), *FLAGS]))
+        command = launched(*split([*given, *words.split(), *FLAGS]))
         read = vars(runner.parse_args(command[len(BEGIN) :]))
         assert {name: read[name] for name in expected | more} == expected | more
-    command = launch_command({}, FLAGS, {"CUDA_VISIBLE_DEVICES": "-1"})
+    command = launched({}, FLAGS, {"CUDA_VISIBLE_DEVICES": "-1"})
     read = vars(runner.parse_args(command[len(BEGIN) :]))
     assert (read["user_script"], read["user_args"][-2:], read["no_python"]) == ("env", FLAGS[-2:], True)
 
 
 def test_runs_on_other_hosts_are_checked(hostfile: str) -> None:
     with pytest.raises(UserError, match="--hostfile nowhere cannot be read"):
-        launch_command({"hostfile": "nowhere"}, FLAGS)
+        launched({"hostfile": "nowhere"}, FLAGS)
     with pytest.raises(UserError, match="shells of other hosts"):
-        launch_command({"hostfile": hostfile}, ["--save", "a;b"])
-    launch_command({}, ["--save", "a;b"])
+        launched({"hostfile": hostfile}, ["--save", "a;b"])
+    launched({}, ["--save", "a;b"])
 
 
 def test_passwords_stay_here(hostfile: str) -> None:
@@ -350,17 +355,37 @@ def test_a_fault_of_a_run_has_its_traceback(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_the_launcher_takes_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "rank", "end"),
+    [
+        (["--num-accelerators", "2", *FLAGS], {}, [str(ROOT / "pretrain_gpt.py"), *FLAGS]),
+        # A program of one's own, with its flags; it checks them in each rank.
+        (["--num-accelerators", "2", *OWN, "--save", "x"], {}, ["--no_local_rank", *OWN, "--save", "x"]),
+        (["--num-gpus=2", *OWN, "--dry-run"], {}, [sys.executable, "-u", *OWN, "--dry-run"]),
+        ([OWN[0], "--help"], {}, [sys.executable, "-u", OWN[0], "--help"]),
+        (OWN, RANK, [sys.executable, "-u", *OWN]),
+    ],
+)
+def test_another_program_takes_the_place_of_the_process(
+    words: list[str], rank: dict[str, str], end: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Replaced(BaseException):
         pass
 
-    def execve(path: str, words: list[str], variables: dict[str, str]) -> None:
-        assert (path, words[-len(FLAGS) :]) == (sys.executable, FLAGS)
+    def execve(path: str, words: list[str], variables: dict[str, str] | None = None) -> None:
+        assert (path, words[-len(end) :]) == (sys.executable, end)
+        assert variables is None or variables["TERAPIPE_SAVE"] == ("x" if "x" in words else "")
+        assert os.environ.get("WORLD_SIZE") == (rank.get("WORLD_SIZE") or ("2" if "--dry-run" in words else None))
         raise Replaced
 
+    monkeypatch.chdir(tmp_path)
+    Path(OWN[0]).touch()
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(train.os, "execve", execve)
+    monkeypatch.setattr(train.os, "execv", execve)
     with pytest.raises(Replaced):
-        main(["train", "--num-accelerators", "2", *FLAGS])
+        main(["train", *words])
 
 
 # Dry runs
@@ -401,10 +426,8 @@ def test_a_misspelled_flag_is_reported_before_a_launcher_starts(capsys: pytest.C
     assert capsys.readouterr().err == "error: --num-layrs is not a flag: did you mean --num-layers?\n"
     assert main(["train"]) == 2
     assert capsys.readouterr().err == "error: no flags are given: see terapipe train --help\n"
-    assert main(["train", "--num-accelerators", "2", "mine.py", "--lr", "1"]) == 2
-    assert (
-        "mine.py is a program, and this command trains a GPT: start it by `deepspeed mine.py" in capsys.readouterr().err
-    )
+    assert main(["train", "--num-accelerators", "2", "nowhere.py", "--lr", "1"]) == 2
+    assert capsys.readouterr().err.startswith("error: nowhere.py is not a file: give a program that calls pretrain")
 
 
 def test_the_short_help_has_the_most_used_flags(capsys: pytest.CaptureFixture[str]) -> None:
