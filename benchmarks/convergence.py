@@ -77,7 +77,7 @@ def prepare(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     module = [sys.executable, "-m"]
     speeches = str(output / "speeches.jsonl")
-    subprocess.run([*module, "megatron_terapipe.data.corpus", "--output", speeches], check=True)
+    subprocess.run([*module, "examples.speeches", "--output", speeches], check=True)
     prefix = ["--output-prefix", str(output / "speeches"), "--tokenizer-type", "byte", "--append-eod"]
     subprocess.run([*module, "megatron_terapipe.data.preprocess", "--input", speeches, *prefix], check=True)
 

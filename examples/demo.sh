@@ -11,7 +11,7 @@ precision=$([ "$gpus" -gt 0 ] && echo --bf16 || true)
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
 
 echo "== corpus and tokens"
-python -m megatron_terapipe.data.corpus --output "$out/speeches.jsonl"
+python examples/speeches.py --output "$out/speeches.jsonl"
 terapipe preprocess --input "$out/speeches.jsonl" --output-prefix "$out/speeches" \
     --tokenizer-type byte --append-eod --workers 2
 

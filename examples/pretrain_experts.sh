@@ -11,7 +11,7 @@ precision=$([ "$gpus" -ge "$ranks" ] && echo --bf16 || true)
 rm -rf "$out"
 mkdir -p "$out"
 
-python -m megatron_terapipe.data.corpus --output "$out/speeches.jsonl"
+python examples/speeches.py --output "$out/speeches.jsonl"
 terapipe preprocess --input "$out/speeches.jsonl" --output-prefix "$out/speeches" \
     --tokenizer-type byte --append-eod --workers 2
 

@@ -15,7 +15,6 @@ OWN_READERS = {
     "megatron_terapipe/checkpoint/inert_pickles.py": "pickles of other trainers, after a check of their size",
     "megatron_terapipe/checkpoint/megatron_files.py": "tensors of Megatron-LM, one at a time",
     "megatron_terapipe/checkpoint/manifest.py": "hashes of files, by blocks",
-    "megatron_terapipe/data/corpus.py": "speeches of an installed package",
     "megatron_terapipe/data/file_arrays.py": "columns of data files, and the cache, which has an owner",
     "megatron_terapipe/data/indexed_dataset.py": "data files, by blocks",
     "megatron_terapipe/data/preprocess.py": "the corpus, by runs of lines",
