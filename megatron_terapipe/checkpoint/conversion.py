@@ -70,7 +70,7 @@ def import_model(
         name: value if name == "tokenizer_type" else f"{MODEL_FILES}/{Path(value).name}"
         for name, value in tokenizer_of(directory).items()
     }
-    info = CheckpointInfo.imported(family.name, model, tokenizer=tokenizer, has_manifest=True)
+    info = CheckpointInfo.imported(family.name, model, tokenizer=tokenizer)
     layers = ((layer_file(index), layer) for index, layer in _layers(model, weights, dtype, progress))
     return _write_checkpoint(output, info, chain(layers, in_checkpoint(beside).items())), left
 
@@ -106,7 +106,7 @@ def import_megatron(
     # The optimizer's state of each layer is a stage of its own, so that only one layer is in memory.
     layout = ParallelLayout(pipeline_parallel_size=len(layers_with_weights(model)))
     optimizer = None if weights.no_states else info.optimizer
-    info = replace(info, model=asdict(model), layout=asdict(layout), optimizer=optimizer, has_manifest=True)
+    info = replace(info, model=asdict(model), layout=asdict(layout), optimizer=optimizer)
 
     def files() -> Iterator[tuple[str, Any]]:
         places: dict[str, Place] = {}

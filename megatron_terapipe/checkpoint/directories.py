@@ -150,8 +150,8 @@ def readable_checkpoint(
             if directory is None:
                 return None
             info = checkpoint_info(directory, model, program)
-            if manifest := manifest_of(directory, info):
-                manifest.check_content(directory, [RUN_FILE])
+            if not is_megatron(directory):
+                Manifest.read(directory).check_content(directory, [RUN_FILE])
             return directory, info
         except CheckpointError:
             before = previous_tag(load, tag) if or_previous else None
@@ -165,13 +165,6 @@ def checkpoint_info(directory: Path, model: ModelConfig | None = None, program: 
     if is_megatron(directory):
         return megatron_info(directory, model, program)
     return CheckpointInfo.read(directory)
-
-
-def manifest_of(directory: Path, info: CheckpointInfo) -> Manifest | None:
-    """Return the manifest of a checkpoint; None for one of an older version or of another program."""
-    if not info.has_manifest and not (directory / MANIFEST_FILE).exists():
-        return None
-    return Manifest.read(directory)
 
 
 def previous_tag(load: str | Path, tag: str | None) -> str | None:
@@ -366,10 +359,10 @@ def keep_aside(directory: Path, instead: Path) -> Path:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether all files are there with their sizes; of a checkpoint without a manifest, as far as is known."""
+    """Whether all files are there with their sizes."""
     try:
-        if manifest := manifest_of(directory, CheckpointInfo.read(directory)):
-            manifest.check_sizes(directory)
+        CheckpointInfo.read(directory)
+        Manifest.read(directory).check_sizes(directory)
     except CheckpointError:
         return False
     return True

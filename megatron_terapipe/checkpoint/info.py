@@ -47,9 +47,8 @@ def check_run(found: Mapping[str, Any]) -> None:
     _whole(found, "skipped_iterations", 0, iteration)
     _whole(found, "skipped_samples", 0, samples)
     _whole(found, "vocabulary_parts", 1, MOST_RANKS)
-    for name in ("partitioned", "has_manifest"):
-        if not isinstance(found[name], bool):
-            raise _wrong(name, found[name], "true or false")
+    if not isinstance(found["partitioned"], bool):
+        raise _wrong("partitioned", found["partitioned"], "true or false")
     for name in ("optimizer", "family", "program"):
         if found[name] is not None and not isinstance(found[name], str):
             raise _wrong(name, found[name], "a name or null")
@@ -163,8 +162,6 @@ class CheckpointInfo:
     """Samples of those iterations."""
     family: str | None = None
     """`model_type` of the Hugging Face model that the run began with; None for one that began with none."""
-    has_manifest: bool = False
-    """Whether a manifest belongs to it: older versions wrote none."""
     vocabulary_parts: int = 1
     """Layers that the output layer was saved as."""
     optimizer_schedule: dict[str, Any] = field(default_factory=dict)
@@ -206,7 +203,7 @@ class CheckpointInfo:
 
     @classmethod
     def imported(
-        cls, family: str, model: ModelConfig, *, tokenizer: Mapping[str, Any] | None = None, has_manifest: bool = False
+        cls, family: str, model: ModelConfig, *, tokenizer: Mapping[str, Any] | None = None
     ) -> "CheckpointInfo":
         """Return the facts of a model of Hugging Face: saved by one rank, without a state of the optimizer."""
         return cls(
@@ -218,17 +215,11 @@ class CheckpointInfo:
             partitioned=False,
             tokenizer=dict(tokenizer or {}),
             family=family,
-            has_manifest=has_manifest,
         )
 
     def text(self) -> str:
         """Return the content of the file."""
         return json.dumps(asdict(self), indent=2) + "\n"
-
-    def write(self, directory: Path) -> None:
-        """Write it into a checkpoint's directory."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / RUN_FILE).write_text(self.text())
 
     @property
     def was_trained(self) -> bool:

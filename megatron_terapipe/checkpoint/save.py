@@ -8,7 +8,7 @@ BackgroundSaves  does the latter in a thread of each rank during training
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -263,7 +263,6 @@ def begin_save(
         model_files: files beside the weights by name, on the first rank; None for none.
     """
     directory = Path(save) / checkpoint_tag(info.iteration)
-    info = replace(info, has_manifest=True)
     with_optimizer = info.optimizer is not None
     size = bytes_to_save(engine, info.optimizer)
     from_first_rank(partial(_prepare, _aside(directory), size), error=SaveError)

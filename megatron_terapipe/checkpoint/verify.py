@@ -7,7 +7,6 @@ file once, each on one of the ranks.
 import heapq
 from collections.abc import Mapping
 from pathlib import Path
-from zipfile import is_zipfile
 
 import torch.distributed as dist
 
@@ -19,14 +18,13 @@ from megatron_terapipe.checkpoint.directories import (
     BF16_PREFIX,
     experts_file,
     experts_state_file,
-    manifest_of,
     names_model_folder,
     no_checkpoint,
     optimizer_files,
     readable_checkpoint,
     state_file,
 )
-from megatron_terapipe.checkpoint.foreign import is_megatron, refuse_foreign
+from megatron_terapipe.checkpoint.foreign import refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
 from megatron_terapipe.checkpoint.megatron_files import MegatronWeights, NamedWeights
@@ -34,7 +32,6 @@ from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
-from megatron_terapipe.huggingface.families.registry import is_model_folder
 from megatron_terapipe.huggingface.folder_weights import FolderWeights
 from megatron_terapipe.model.gpt import layers_with_weights
 
@@ -81,12 +78,10 @@ def find_checkpoint(
 
 
 def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> Manifest | None:
-    """Check that every file exists and was written to its end.
-
-    Sizes are compared with the manifest; without one, each file is opened and read at its end.
+    """Check that every file exists and has its size.
 
     Returns:
-        The part of the manifest with the files that are loaded; None if there is no manifest.
+        The part of the manifest with the files that are loaded; None for a model of another program.
     """
     if isinstance(weights := weights_of(directory, info), NamedWeights):
         if not weights_only:
@@ -100,16 +95,10 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
         if isinstance(weights, MegatronWeights) and not weights_only:
             weights.check_states()
         return None
-    manifest = manifest_of(directory, info)
-    if manifest is not None and not weights_only:
+    manifest = Manifest.read(directory)
+    if not weights_only:
         manifest.check_sizes(directory)
     names = files_to_load(directory, info, model, weights_only=weights_only)
-    if manifest is None:
-        for name in names:
-            # Tensors are saved as zip archives, with the table of contents at the end.
-            if not is_zipfile(directory / name):
-                raise CheckpointError(damage(directory, f"is damaged: {name} is not whole"))
-        return None
     if not weights_only:
         return manifest
     manifest.check_sizes(directory, names)
@@ -121,8 +110,7 @@ def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, 
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
     experts = range(info.expert_parallel_size if info.has_files_of_experts() else 0)
     if info.program is not None:
-        manifest = manifest_of(directory, info)
-        names = [] if manifest is None else [name for name in manifest.files if name.startswith("layer_")]
+        names = [name for name in Manifest.read(directory).files if name.startswith("layer_")]
     else:
         names = [
             layer_file(*info.place(layer, part))
@@ -154,25 +142,17 @@ def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, 
 
 def verify_checkpoint(
     directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool, reads: bool = True
-) -> str | None:
+) -> None:
     """Read every file that a run loads once, each on one of the ranks; every rank must call it at the same time.
 
     Args:
         reads: read the files; if not, only names and sizes are checked.
-
-    Returns:
-        A line for the log if there is no manifest, so that no file could be verified.
     """
     manifest = from_first_rank(lambda: check_files(directory, info, model, weights_only=weights_only))
-    if manifest is None:
-        if is_model_folder(directory) or is_megatron(directory):
-            return None
-        return f" warning: {directory} has no manifest: not verified"
-    if not reads:
-        return None
+    if manifest is None or not reads:
+        return
     own = shares(manifest.files, dist.get_world_size())[dist.get_rank()]
     agreed(lambda: manifest.check_content(directory, own), AgreedCheckpointError, of=CheckpointError)
-    return None
 
 
 def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, progress: Progress = no_progress) -> None:

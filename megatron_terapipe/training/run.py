@@ -474,12 +474,8 @@ def _verified(run: Run, given: Config, note: Callable[[str], None]) -> Run:
     directory, info = run.checkpoint
     config = run.config.checkpoint
     try:
-        line = verify_checkpoint(
-            directory,
-            info,
-            run.config.model,
-            weights_only=config.weights_only,
-            reads=not config.no_verify_checkpoint,
+        verify_checkpoint(
+            directory, info, run.config.model, weights_only=config.weights_only, reads=not config.no_verify_checkpoint
         )
     except AgreedCheckpointError as error:
         before = None
@@ -492,8 +488,6 @@ def _verified(run: Run, given: Config, note: Callable[[str], None]) -> Run:
             given, measured=run.config.measured, checkpoint=replace(given.checkpoint, load_tag=before, ckpt_step=None)
         )
         return _verified(prepare(older, run.launch, run.ask, run.trained), given, note)
-    if line is not None:
-        note(line)
     return run
 
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_terapipe.checkpoint.directories import readable_checkpoint
@@ -19,7 +18,7 @@ KILLED = 9
 
 def save(folder: Path, iteration: int, keep_last: int | None = None) -> None:
     """Save as the first rank does, without an engine."""
-    info = replace(checkpoint_info(iteration=iteration), has_manifest=True)
+    info = checkpoint_info(iteration=iteration)
     directory = folder / f"global_step{iteration}"
     _prepare(_aside(directory), 1000)
     writer = FileWriter(in_memory=iteration % 2 == 0)

@@ -7,7 +7,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
-from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
+from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint, write_info
 
 REST = "--micro-batch-size 1 --lr 1e-3 --train-iters 5 --data-path unread".split()
 
@@ -25,10 +25,10 @@ def model_of(checkpoints: Path, *more: str):
 def test_flags_and_checkpoints_set_the_model(checkpoints: Path) -> None:
     older = checkpoint_info(iteration=3)
     older.model.update(hidden_size=64, kv_channels=16)
-    older.write(checkpoints / "global_step3")
+    write_info(older, checkpoints / "global_step3")
     ids = checkpoint_info(iteration=4)
     ids.tokenizer.update(tokenizer_type="NullTokenizer", vocab_size=MODEL.vocab_size - 1)
-    ids.write(checkpoints / "global_step4")
+    write_info(ids, checkpoints / "global_step4")
     older_model = replace(MODEL, hidden_size=64, kv_channels=16)
     for flags, expected in (
         ("--use-checkpoint-args", MODEL),
@@ -42,12 +42,12 @@ def test_flags_and_checkpoints_set_the_model(checkpoints: Path) -> None:
 
 def test_the_positions_of_an_imported_model_are_no_length_of_sequences(checkpoints: Path) -> None:
     imported = replace(checkpoint_info(iteration=0), family="llama")
-    imported.write(checkpoints / "global_step0")
+    write_info(imported, checkpoints / "global_step0")
     with pytest.raises(UserError, match="--seq-length must be given: add it"):
         model_of(checkpoints, "--use-checkpoint-args", "--load-tag", "global_step0")
     found = model_of(checkpoints, "--use-checkpoint-args", "--load-tag", "global_step0", "--seq-length", "16")
     assert (found.seq_length, found.max_position_embeddings) == (16, 40)
-    replace(imported, iteration=3, consumed_samples=24).write(checkpoints / "global_step3")
+    write_info(replace(imported, iteration=3, consumed_samples=24), checkpoints / "global_step3")
     assert model_of(checkpoints, "--use-checkpoint-args", "--ckpt-step", "3").seq_length == MODEL.seq_length
 
 

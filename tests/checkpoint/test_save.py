@@ -126,7 +126,7 @@ def refusal(directory: Path, damage: str, kind: str, info: CheckpointInfo) -> st
         DAMAGE[damage](file)
     dist.barrier()
     try:
-        verify_checkpoint(directory, replace(info, has_manifest=True), run_of(WAY).config.model, weights_only=False)
+        verify_checkpoint(directory, info, run_of(WAY).config.model, weights_only=False)
         return ""
     except CheckpointError as error:
         return str(error)

@@ -13,7 +13,7 @@ from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.inference import WholeModel
-from tests.inference.checkpoints import checkpoint_info
+from tests.inference.checkpoints import checkpoint_info, write_info, write_manifest
 
 COMMON: dict[str, Any] = {
     "num_layers": 3,
@@ -69,7 +69,7 @@ def save(whole: WholeModel, model: ModelConfig, checkpoints: Path, *, tensor_par
     directory = checkpoints / "global_step7"
     layout = asdict(ParallelLayout(tensor_parallel_size=tensor_parallel_size))
     info = checkpoint_info(model, 7)
-    replace(info, layout=layout, optimizer=None, partitioned=False, tokenizer={}).write(directory)
+    write_info(replace(info, layout=layout, optimizer=None, partitioned=False, tokenizer={}), directory)
     for index, layer in whole.layers.items():
         for rank in range(tensor_parallel_size):
             weights = {
@@ -77,6 +77,7 @@ def save(whole: WholeModel, model: ModelConfig, checkpoints: Path, *, tensor_par
             }
             torch.save(weights, directory / layer_file(int(index), rank))
     (checkpoints / "latest").write_text(directory.name)
+    write_manifest(directory)
     return directory
 
 

@@ -21,6 +21,7 @@ from megatron_terapipe.huggingface.weight_rules import vocabulary
 from tests.huggingface.models import MODELS, save, whole_model
 
 pytest.importorskip("safetensors")
+from tests.inference.checkpoints import write_info
 
 
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8), shard_bytes=st.integers(1, 200))
@@ -75,7 +76,7 @@ def test_the_tokenizer_is_converted(
     paths = {field: str(source / name) for field, name in settings.items()}
     fields = dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model"))
     info = CheckpointInfo.read(directory)
-    replace(info, tokenizer={"tokenizer_type": kind, **fields, **paths}).write(directory)
+    write_info(replace(info, tokenizer={"tokenizer_type": kind, **fields, **paths}), directory)
     theirs = str(tmp_path / "theirs")
     assert main(["to-huggingface", "--load", str(checkpoints), "--output", theirs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest, facts_of
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.inference import WholeModel
 
@@ -36,11 +37,25 @@ def checkpoint_info(model: ModelConfig = MODEL, iteration: int = 5) -> Checkpoin
     )
 
 
+def write_info(info: CheckpointInfo, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / RUN_FILE).write_text(info.text())
+    write_manifest(directory)
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the manifest of the files that are there."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST_FILE]
+    facts = {str(path.relative_to(directory)): facts_of(path) for path in files}
+    (directory / MANIFEST_FILE).write_text(Manifest(facts).text())
+
+
 def write_checkpoint(checkpoints: Path, model: ModelConfig = MODEL) -> Path:
     """Write one and point `latest` at it; returns its directory."""
     directory = checkpoints / "global_step5"
-    checkpoint_info(model).write(directory)
+    write_info(checkpoint_info(model), directory)
     for index, layer in WholeModel(model).layers.items():
         torch.save(layer.state_dict(), directory / f"layer_{int(index):02d}-model_00-model_states.pt")
     (checkpoints / "latest").write_text(directory.name)
+    write_manifest(directory)
     return directory

@@ -9,7 +9,7 @@ import pytest
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.generate import main
 from megatron_terapipe.inference import WholeModel, generate
-from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
+from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint, write_info
 
 PROMPT = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
 
@@ -81,7 +81,7 @@ def test_the_prompt_may_be_a_file(tmp_path: Path, checkpoints: Path, capsys: pyt
 
 def test_the_tokenizer_may_be_named(tmp_path: Path, checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For a checkpoint without one, as one converted from a directory without."""
-    replace(checkpoint_info(), tokenizer={}).write(write_checkpoint(tmp_path))
+    write_info(replace(checkpoint_info(), tokenizer={}), write_checkpoint(tmp_path))
     assert main(["--load", str(tmp_path), "--prompt", "a"]) == 2
     assert "global_step5 has no tokenizer: add --tokenizer-type and its files\n" in capsys.readouterr().err
     found = []
