@@ -1,5 +1,6 @@
 """The console on which commands print their tables."""
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.segment import Segment
 
-WIDTH_OF_FILES = 1000
-"""Columns of a line where standard output is a file or a pipe: no cell of a table is broken there."""
+WIDTH_OF_FILES = 100
+"""Columns of a line where standard output is a file or a pipe, unless COLUMNS is set."""
 
 
 def output_console(**settings: Any) -> "Console":
-    """Return the console of standard output: as wide as its terminal, or wide enough for any table without one.
+    """Return the console of standard output: as wide as its terminal, else as COLUMNS or `WIDTH_OF_FILES`.
 
     Args:
         settings: further ones of `rich.console.Console`.
@@ -29,4 +30,6 @@ def output_console(**settings: Any) -> "Console":
                 yield each if each.control else each._replace(text=printable(each.text))
 
     console = PrintableConsole(**settings)
-    return console if console.is_terminal else PrintableConsole(width=WIDTH_OF_FILES, **settings)
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return console
+    return PrintableConsole(width=WIDTH_OF_FILES, **settings)

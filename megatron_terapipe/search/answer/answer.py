@@ -47,7 +47,7 @@ def ranking(
     of_winner = [] if winner is None else [f"rank 1: {note}" for note in winner.price.notes]
     return {
         **question(problem, global_batch_size, constraints),
-        "notes": list(dict.fromkeys([*_impossible(found), *notes, *training.notes(problem.cluster), *of_winner])),
+        "notes": list(dict.fromkeys([*_impossible(found), *notes, *of_winner])),
         "entries": found,
     }
 

@@ -105,11 +105,9 @@ def decision_texts(decision: DecisionPart | None) -> dict[str, str]:
     """Return the figures of a training that were asked for, by the names of their columns."""
     if decision is None:
         return {}
-    figures = {"days": decision.days, "price": decision.cost, "kWh": decision.energy_kwh}
-    if decision.days is None:
-        figures = {"price/M tokens": decision.cost}
-    texts = {name: count_text(figure) for name, figure in figures.items() if figure is not None}
-    return texts | ({} if decision.goodput is None else {"goodput": f"{decision.goodput:.1%}"})
+    each = "" if decision.days is not None else "/M tokens"
+    figures = {"days": decision.days, f"device hours{each}": decision.device_hours, f"price{each}": decision.cost}
+    return {name: count_text(figure) for name, figure in figures.items() if figure is not None}
 
 
 def numbers_text(numbers: Sequence[int]) -> str:

@@ -280,21 +280,15 @@ class PredictedPart(Speed):
 
 
 class DecisionPart(ClosedModel):
-    """A whole training with a strategy. Failures, where their rate is given, are part of days, price and energy."""
+    """A whole training with a strategy."""
 
     tokens: float
-    """Tokens that price and energy are of: `--tokens`, else a million."""
+    """Tokens that device hours and price are of: `--tokens`, else a million."""
     days: float | None
     """Days of training; null = without `--tokens`."""
+    device_hours: float
     cost: float | None
     """Price, in the unit of `--price`; null = without it."""
-    energy_kwh: float | None
-    """Energy of the boards at the power limit of their data sheets, an upper bound of theirs; without hosts, network
-    and cooling. Null = the power of a device is not known."""
-    goodput: float | None
-    """Share of the time that trains and is not lost to saves and failures; null = no rate of failures is given."""
-    save_interval_s: float | None
-    """Seconds of training between two saves with this goodput, the largest; null likewise."""
 
 
 class RankedEntry(ClosedModel):
@@ -311,7 +305,7 @@ class RankedEntry(ClosedModel):
     predicted: PredictedPart | None
     """Its cost; null where it cannot be priced."""
     decision: DecisionPart | None
-    """Days, price, energy and goodput; null = no flag of a training is given, or no strategy that runs."""
+    """Days, device hours and price; null = no flag of a training is given, or no strategy that runs."""
     feasible: bool
     reason: str | None
     """Why it cannot run; null where it can."""

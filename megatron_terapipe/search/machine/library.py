@@ -180,11 +180,6 @@ def is_guess(name: str) -> bool:
     return name in DEVICES and DEVICES[name].source == GUESS
 
 
-def power_of(name: str) -> float | None:
-    """Return the power limit of a device in watts; None = not known."""
-    return DEVICES[name].power_w if name in DEVICES else None
-
-
 def _key(name: str) -> str:
     plain = re.sub(r"[\s_-]+", "", name).lower()
     return re.sub(r"^(nvidia|amdinstinct|amd)?(tesla|geforce)?", "", plain)
