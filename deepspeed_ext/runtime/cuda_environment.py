@@ -173,15 +173,20 @@ def check_cuda_environment(environment: Mapping[str, str], *, num_pipeline_ranks
     return warnings
 
 
-def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
-    """Compare the `compared_variables` of all ranks, and return a warning for each variable in which two differ."""
+def check_same_environment(by_rank: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
+    """Compare the `compared_variables` of all ranks, and return a warning for each variable in which two differ.
+
+    Args:
+        hosts: name of the host of each rank.
+    """
     warnings = []
     for name in dict.fromkeys(name for values in by_rank for name in values):
         first = by_rank[0].get(name)
         other = next((rank for rank, values in enumerate(by_rank) if values.get(name) != first), None)
         if other is None:
             continue
-        difference = f"{_text(name, by_rank[other].get(name))} on rank {other} and {_text(name, first)} on rank 0"
+        theirs, ours = f"rank {other} (host {hosts[other]})", f"rank 0 (host {hosts[0]})"
+        difference = f"{_text(name, by_rank[other].get(name))} on {theirs} and {_text(name, first)} on {ours}"
         remedy = "set it for all hosts, such as in .deepspeed_env, or for none"
         if name == HARDWARE_QUEUES:
             raise UserError(f"{difference}, but the check for deadlocks takes one number for all: {remedy}")

@@ -7,6 +7,7 @@ BackgroundSaves  does the latter in a thread of each rank during training
 
 import io
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -107,7 +108,7 @@ class FileWriter(CheckpointEngine):
                 action()
         except Exception as error:
             strerror = error.strerror if isinstance(error, OSError) else None
-            self.fault = f"{path.name}: {strerror or first_line(error)}"
+            self.fault = f"host {socket.gethostname()}, {path.name}: {strerror or first_line(error)}"
 
 
 def _copy(buffer: io.BytesIO, file: DurableFile) -> None:

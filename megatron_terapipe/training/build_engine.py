@@ -1,6 +1,7 @@
 """Build the process group and the engine of a prepared run."""
 
 import os
+import socket
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -171,9 +172,9 @@ def compare_environments() -> None:
     Raises:
         UserError: on every rank, if two have different numbers of hardware queues.
     """
-    by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, compared_variables())
-    lines = check_same_environment(by_rank)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (compared_variables(), socket.gethostname()))
+    lines = check_same_environment(*zip(*by_rank, strict=True))
     if lines and dist.get_rank() == 0:
         print(*(f"warning: {line}" for line in lines), sep="\n", flush=True)
 
@@ -190,14 +191,15 @@ def own_device(local_rank: int, num_visible: int, listed: Sequence[str] = ()) ->
     if num_visible == 1 and local_rank and len(listed) > 1:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={','.join(listed)[:80]} lists {len(listed)} devices, of which CUDA shows 1 to local "
-            f"rank {local_rank}: list devices that nvidia-smi -L shows, or make one device visible to each rank"
+            f"rank {local_rank} of host {socket.gethostname()}: list devices that nvidia-smi -L shows, or make one "
+            "device visible to each rank"
         )
     if num_visible == 1:
         return 0
     if local_rank >= num_visible:
         raise ConfigError(
-            f"local rank {local_rank} has no device, because {num_visible} are visible: start {num_visible} ranks on "
-            "a host, or make one device visible to each rank"
+            f"local rank {local_rank} of host {socket.gethostname()} has no device, because {num_visible} are visible: "
+            f"start {num_visible} ranks on a host, or make one device visible to each rank"
         )
     return local_rank
 

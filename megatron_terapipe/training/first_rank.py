@@ -6,6 +6,7 @@ A search takes seconds, and ranks with other files or releases could find other 
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,9 @@ from megatron_terapipe.planning import Ask
 
 _READ_S = 30.0
 """Seconds for which the store outlives an error on the first rank, so that all can read it."""
+
+_COUNT_S = 1.0
+"""Seconds between two counts by which the first rank shows that it is still at work."""
 
 
 class FirstRank:
@@ -42,7 +46,7 @@ class FirstRank:
         """Return on every rank the result of `find` on the first one, through JSON.
 
         Args:
-            timeout: longest time to wait for it.
+            timeout: longest time to wait for a sign of the first rank, which may search longer.
 
         Raises:
             SearchError: on every rank, if `find` raises a UserError.
@@ -64,13 +68,22 @@ class FirstRank:
     @staticmethod
     def _exchanged(store: Any, launch: LaunchEnvironment, key: str, find: Callable[[], Any]) -> Any:
         if launch.rank:
-            answer = json.loads(store.get(key))
+            answer = json.loads(_received(store, key))
             store.add(f"{key}, read", 1)
             return answer
+        has_found = threading.Event()
+
+        def count() -> None:
+            while not has_found.wait(_COUNT_S):
+                store.add(f"{key}, at work", 1)
+
+        threading.Thread(target=count, name="signs of a search", daemon=True).start()
         try:
             text = json.dumps({"found": find()})
         except UserError as error:
             text = json.dumps({"error": str(error)})
+        finally:
+            has_found.set()
         store.set(key, text)
         answer = json.loads(text)
         end = time.monotonic() + _READ_S
@@ -99,6 +112,21 @@ class FirstRank:
             # The process group uses the same server later.
             self._own_store = meeting_store(launch, timeout)
         return self._own_store
+
+
+def _received(store: Any, key: str) -> bytes:
+    """Wait for a value of the first rank for as long as it counts on within the timeout of the store."""
+    import torch.distributed as dist
+
+    before = 0
+    while True:
+        try:
+            return store.get(key)
+        except dist.DistStoreError:
+            now = store.add(f"{key}, at work", 0)
+            if now == before:
+                raise
+            before = now
 
 
 def rendezvous_error(launch: LaunchEnvironment, timeout: timedelta, error: Exception) -> BaseException:

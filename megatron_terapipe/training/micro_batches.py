@@ -1,5 +1,6 @@
 """The micro-batches that a rank reads, and their token slices."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -102,8 +103,8 @@ def micro_batches(
 
 
 def _named(loader: MicroBatchLoader, rank: int) -> Iterator[Any]:
-    """Yield the micro-batches; an error has the rank, because other ranks may read other files."""
+    """Yield the micro-batches; an error has the rank and host, because others may read other files."""
     try:
         yield from loader
     except DataError as error:
-        raise DataError(f"rank {rank}: {error}") from None
+        raise DataError(f"rank {rank} (host {socket.gethostname()}): {error}") from None

@@ -125,13 +125,17 @@ def test_unwise_values_are_warned_of_where_ranks_exchange_messages(name: str, va
     assert len(prepared({name: value}, num_pipeline_ranks=1)) == 1
 
 
+HOSTS = ("a", "a", "b")
+
+
 def test_ranks_with_other_numbers_of_queues_are_refused_and_other_differences_listed() -> None:
     mine = compared_variables(OURS | {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "eth0"})
     assert mine == OURS
-    assert check_same_environment([mine] * 3) == []
-    (line,) = check_same_environment([mine, mine, mine | {"CUDA_MODULE_LOADING": "LAZY"}])
-    assert line.startswith("CUDA_MODULE_LOADING=LAZY on rank 2 and CUDA_MODULE_LOADING=EAGER on rank 0: set it for all")
-    (line,) = check_same_environment([mine, mine | {"TORCH_NCCL_BLOCKING_WAIT": "1"}])
-    assert "TORCH_NCCL_BLOCKING_WAIT=1 on rank 1 and TORCH_NCCL_BLOCKING_WAIT unset on rank 0" in line
-    with pytest.raises(UserError, match=rf"^{HARDWARE_QUEUES}=8 on rank 1 and {HARDWARE_QUEUES}=32 on rank 0, but"):
-        check_same_environment([mine, mine | {HARDWARE_QUEUES: "8"}])
+    assert check_same_environment([mine] * 3, HOSTS) == []
+    (line,) = check_same_environment([mine, mine, mine | {"CUDA_MODULE_LOADING": "LAZY"}], HOSTS)
+    values = "CUDA_MODULE_LOADING=LAZY on rank 2 (host b) and CUDA_MODULE_LOADING=EAGER on rank 0 (host a)"
+    assert line.startswith(f"{values}: set it for all")
+    (line,) = check_same_environment([mine, mine | {"TORCH_NCCL_BLOCKING_WAIT": "1"}], HOSTS)
+    assert "TORCH_NCCL_BLOCKING_WAIT=1 on rank 1 (host a) and TORCH_NCCL_BLOCKING_WAIT unset on rank 0 " in line
+    with pytest.raises(UserError, match=rf"^{HARDWARE_QUEUES}=8 on rank 1 .* and {HARDWARE_QUEUES}=32 on rank 0 "):
+        check_same_environment([mine, mine | {HARDWARE_QUEUES: "8"}], HOSTS)

@@ -1,7 +1,9 @@
 """Ranks ask the first one before their process group exists."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -27,14 +29,16 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.get(name, "1"))
 
 
-def answers(find: Callable[[int], Any], *questions: str) -> list[list[Any]]:
+def answers(find: Callable[[int], Any], *questions: str, timeout_s: float = 60) -> list[list[Any]]:
     """The answers of each rank, or the errors; a rank finds by its number."""
 
     def of_rank(rank: int) -> list[Any]:
         launch, found = LaunchEnvironment(rank=rank, world_size=SIZE, local_rank=rank, local_size=SIZE), []
         for question in questions:
             try:
-                found.append(first_rank[rank].answer(launch, timedelta(seconds=60), question, lambda: find(rank)))
+                found.append(
+                    first_rank[rank].answer(launch, timedelta(seconds=timeout_s), question, lambda: find(rank))
+                )
             except SearchError as error:
                 found.append(str(error))
         return found
@@ -62,6 +66,14 @@ def test_all_ranks_have_its_error() -> None:
         raise UserError("--token-slices auto: give fewer")
 
     assert answers(find, "slices") == [["--token-slices auto: give fewer"]] * SIZE
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_ranks_wait_while_the_first_one_is_at_work(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search may take longer than the timeout; a first rank that has stopped may not."""
+    monkeypatch.setattr("megatron_terapipe.training.first_rank._COUNT_S", 0.02 if counts else 60)
+    with nullcontext() if counts else pytest.raises(SystemExit):
+        assert answers(lambda rank: time.sleep(0.25) or "found", "slices", timeout_s=0.1) == [["found"]] * SIZE
 
 
 @pytest.mark.parametrize(("size", "words", "asks"), [("2", "", True), ("2", "--dry-run", False), ("1", "", False)])

@@ -176,5 +176,5 @@ def test_each_rank_has_its_own_device() -> None:
     assert [own_device(0, 1, ["0", "9"]), own_device(1, 1, ["GPU-8932f937"])] == [0, 0]
     with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=0,9 lists 2 devices, of which CUDA shows 1 to local"):
         own_device(1, 1, ["0", "9"])
-    with pytest.raises(ConfigError, match=r"^local rank 4 has no device, because 4 are visible: "):
+    with pytest.raises(ConfigError, match=r"^local rank 4 of host \S+ has no device, because 4 are visible: "):
         own_device(4, 4)
