@@ -21,6 +21,7 @@ board, of a GH200 with its CPU and both memories. Sources:
     GH200      NVIDIA GH200 Grace Hopper Superchip data sheet (2023)
     B200       NVIDIA DGX B200 data sheet (2024): an eighth of the system's figures
     GB200      NVIDIA GB200 NVL72 data sheet (2024): half of a superchip's figures
+    B300       NVIDIA Blackwell Ultra data sheet (2025): B300, an eighth of the system's figures, and GB300
     RTX 20     NVIDIA Turing GPU Architecture whitepaper WP-09183 (2018), appendices A to C, reference clocks
     RTX 30     NVIDIA Ampere GA102 GPU Architecture whitepaper (2020), table 2
     RTX 40     NVIDIA Ada GPU Architecture whitepaper (2022), appendix A
@@ -46,7 +47,7 @@ GENERATIONS: Mapping[str, str] = {
         ("ampere", ("A10G", "A10, A30", "A40", "A100", "A800", "RTX 30")),
         ("ada", ("L4, L40S", "RTX 40")),
         ("hopper", ("H100", "H800", "H200", "GH200")),
-        ("blackwell", ("B200", "GB200")),
+        ("blackwell", ("B200", "GB200", "B300")),
         ("cdna2", ("MI250X",)),
         ("cdna3", ("MI300X",)),
         ("cpu", (GUESS,)),
@@ -151,6 +152,8 @@ _ROWS: tuple[_Row, ...] = (
     ("B200-SXM-180GB",  "B200",     "dgx-b200",      182642, 8000,   2250,    75, 1000,
      "B200 B200-SXM B200-180GB B200-192GB"),
     ("GB200-186GB",     "GB200",    "quad-gb200",    189471, 8000,   2500,    80, 1200, "GB200"),
+    ("B300-SXM-270GB",  "B300",     "dgx-b300",      275040, 7750,   2250,    75, 1100, "B300 B300-SXM B300-288GB"),
+    ("GB300-278GB",     "B300",     "quad-gb300",    284208, 8000,   2500,    80, 1400, "GB300 GB300-288GB"),
     ("MI250X-die",      "MI250X",   "quad-mi250x",    65520, 1638,  191.5,  47.9,  280,
      "MI250X MI250X-GCD MI250X-64GB"),
     ("MI300X",          "MI300X",   "octo-mi300x",   196592, 5300, 1307.4, 163.4,  750, "MI300X-192GB"),

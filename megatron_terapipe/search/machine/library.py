@@ -89,7 +89,7 @@ _ENTRIES = (
     _pcie("g5.48xlarge", "A10G", 8, 32, 100, 825),
     _pcie("g6.48xlarge", "L4", 8, 32, 100, 825),
     _pcie("g6e.48xlarge", "L40S", 8, 32, 400, 1649),
-    # Data sheets of NVIDIA DGX-1, DGX A100, H100, H200 and B200 systems; octo: the same with the NVLink of A800, H800.
+    # Data sheets of NVIDIA DGX-1, DGX A100, H100, H200, B200, B300; octo: the same with the NVLink of A800, H800.
     _machine("dgx-1-p100", "P100-SXM2-16GB", 8, 80, (4, 100), host=(512, 16)),
     _machine("dgx-1-v100", "V100-SXM2-32GB", 8, 150, (4, 100), host=(512, 16)),
     _machine("dgx-a100", "A100-SXM4-80GB", 8, 300, (8, 200), host=(2000, 32)),
@@ -98,11 +98,13 @@ _ENTRIES = (
     _machine("dgx-h100", "H100-SXM5-80GB", 8, 450, (8, 400), host=(2000, 64)),
     _machine("dgx-h200", "H200-SXM5-141GB", 8, 450, (8, 400), host=(2000, 64)),
     _machine("dgx-b200", "B200-SXM-180GB", 8, 900, (8, 400), host=(2000, 64)),
+    _machine("dgx-b300", "B300-SXM-270GB", 8, 900, (8, 800), host=(2000, 128)),
     # Four superchips with NVLink to each other and a 200 Gbit/s card each, as in CSCS's Alps (docs.cscs.ch).
     # A superchip's 18 links of 25 GB/s go to three others, six to each.
     _machine("quad-gh200", "GH200-96GB", 4, 150, (4, 200), host=(480, 450)),
-    # A compute tray of the GB200 NVL72: two superchips, NVLink to all, a card of 400 Gbit/s for each device.
+    # A compute tray of the GB200 or GB300 NVL72: NVLink to all, a card of 400 or 800 Gbit/s for each device.
     _machine("quad-gb200", "GB200-186GB", 4, 900, (4, 400), host=(960, 450)),
+    _machine("quad-gb300", "GB300-278GB", 4, 900, (4, 800), host=(960, 450)),
     # AMD Instinct data sheets: Infinity Fabric links between devices; a card of 200 and 400 Gbit/s as in
     # Frontier (docs.olcf.ornl.gov) and in Azure's ND MI300X v5.
     _machine("quad-mi250x", "MI250X-die", 8, 50, (4, 200), host=(512, 36)),

@@ -252,7 +252,10 @@ GENERATIONS: Mapping[str, KernelEfficiency] = MappingProxyType({
     "ampere":    KernelEfficiency(products=0.84, area=3.2e5, memory=0.79, processors=108, is_measured=True),
     "ada":       KernelEfficiency(products=0.59, area=3.2e5, memory=0.83, processors=142, is_measured=True),
     "hopper":    KernelEfficiency(products=0.71, area=2.0e5, memory=0.85, processors=132, is_measured=True),
-    "blackwell": KernelEfficiency(products=0.66, depth=130.0, area=5.0e5, memory=0.80, processors=148,
+    # Products: the tables have 0.66; 446 large ones of SimuMax, in shapes and layouts of training on a B200 with the
+    # clocks that its power allows, 0.50 (github.com/MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json). The
+    # geometric mean.
+    "blackwell": KernelEfficiency(products=0.57, depth=130.0, area=5.0e5, memory=0.80, processors=148,
                                   is_measured=True),
     "cdna2":     KernelEfficiency(products=0.70, area=3.2e5, memory=0.80, processors=110),
     "cdna3":     KernelEfficiency(products=0.54, area=9.0e5, memory=0.79, processors=304),
@@ -261,19 +264,24 @@ GENERATIONS: Mapping[str, KernelEfficiency] = MappingProxyType({
 are."""
 
 IN_FP8: Mapping[str, KernelEfficiency] = MappingProxyType({
-    "ada":       KernelEfficiency(products=0.86, depth=1.0, area=9.9, memory=1.0, processors=1),
-    "hopper":    KernelEfficiency(products=0.79, depth=1.3, area=16.0, memory=1.0, processors=1),
-    "blackwell": KernelEfficiency(products=0.95, depth=6.1, area=16.0, memory=1.0, processors=1),
+    "ada":       KernelEfficiency(products=0.92, depth=1.0, area=1.0, memory=1.0, processors=1),
+    "hopper":    KernelEfficiency(products=0.97, depth=3.8, area=6.2, memory=1.0, processors=1),
+    "blackwell": KernelEfficiency(products=1.03, depth=8.5, area=9.2, memory=1.0, processors=1),
 })
 # fmt: on
-"""Products in fp8 with one scale a tensor, relative to those in half precision, from the same tables
-(`python -m benchmarks.kernel_efficiency`). A generation without a table has the same share of its peak in both."""
-
-GAMING_PRODUCTS = 0.85
-"""Share of large products on boards for games. The entries of their generations are of boards with a low power limit
-(T4, L40S); these boards have more power, and their data sheet has the slower rate of sums in fp32. A guess."""
+"""Products in fp8 with one scale a tensor, relative to those in half precision, of cuBLAS and without the cast of an
+operand, which its tables include (`python -m benchmarks.kernel_efficiency`). The largest that github.com/stas00's
+ml-engineering measured reach 0.71 to 0.73 of the peak on H100 and H200 in fp8, 0.80 in bf16; 0.72 to 0.76 and 0.73 to
+0.78 on Blackwell. A generation without a table has the same share of its peak in both."""
 
 GAMING_BOARDS = frozenset({"RTX-2080", "RTX-2080-Ti", "Titan-RTX", "RTX-4090"})
+
+BOARD_PRODUCTS: Mapping[str, float] = MappingProxyType(
+    {**dict.fromkeys(GAMING_BOARDS, 0.85), "B300-SXM-270GB": 0.62, "GB300-278GB": 0.65}
+)
+"""Share of large products on boards that are not as the entry of their generation. Those for games have more power than
+the boards of the entries (T4, L40S), and their data sheet has the slower rate of sums in fp32: a guess. Blackwell Ultra
+has more power too: 1.09 and 1.15 times the share in the same tables."""
 
 
 AS_AN_A100 = KernelEfficiency(products=1.0, depth=1.0, area=1.0, memory=1.0, processors=1)
@@ -284,7 +292,7 @@ def relative_efficiency(device: Device, precision: str = "bf16") -> KernelEffici
     one, reference = GENERATIONS.get(device.generation), GENERATIONS[REFERENCE]
     if one is None:
         return AS_AN_A100
-    products = GAMING_PRODUCTS if device.name in GAMING_BOARDS else one.products
+    products = BOARD_PRODUCTS.get(device.name, one.products)
     of_type = IN_FP8.get(device.generation, AS_AN_A100) if precision == "fp8" else AS_AN_A100
     return KernelEfficiency(
         products=products / reference.products * of_type.products,

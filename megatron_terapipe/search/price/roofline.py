@@ -56,8 +56,7 @@ from megatron_terapipe.config.layers import Recurrence
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Operator, Software
 from megatron_terapipe.search.price.efficiency import (
-    GAMING_BOARDS,
-    GAMING_PRODUCTS,
+    BOARD_PRODUCTS,
     GENERATIONS,
     REFERENCE,
     HardwareEfficiency,
@@ -183,8 +182,9 @@ def fused_attention(kernel: str, device: Device, precision: str, head_size: int)
         return FusedAttention(forward=PLAIN_SHARE, backward=PLAIN_SHARE)
     generation = device.generation if device.generation in GENERATIONS else REFERENCE
     one = FUSED_KERNELS[kernel_that_runs(kernel, generation), generation]
-    # Boards for games reach as much more of their peak in attention as in products.
-    more = GAMING_PRODUCTS / GENERATIONS[generation].products if device.name in GAMING_BOARDS else 1.0
+    # Boards with more power reach as much more of their peak in attention as in products.
+    usual = GENERATIONS[generation].products
+    more = BOARD_PRODUCTS.get(device.name, usual) / usual
     return FusedAttention(
         forward=more * one.forward.of(head_size),
         backward=more * one.backward.of(head_size),
