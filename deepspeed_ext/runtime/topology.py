@@ -167,13 +167,16 @@ def _names_agree() -> bool:
 
     Torch names a group that is made without all ranks by its ranks and by the number of groups of a rank. `own_group`
     adds one on every rank. Groups of some ranks that are made otherwise may make these numbers differ, and ranks with
-    two names of a group wait for ever.
+    two names of a group wait for ever. From 2.14 on the number of groups that a rank has ever made takes its place, and
+    is also the name of a group that all ranks make. It need only be new: all ranks go on from the highest.
     """
-    number = len(dist.distributed_c10d._world.pg_names)
+    world = dist.distributed_c10d._world
+    number = len(world.pg_names)
     on_host = dist.get_backend() in ("gloo", "fake")
-    bounds = torch.tensor([number, -number], device="cpu" if on_host else get_accelerator().current_device_name())
+    device = "cpu" if on_host else get_accelerator().current_device_name()
+    bounds = torch.tensor([number, -number, world.group_count], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
-    most, least = bounds.tolist()
+    most, least, world.group_count = bounds.tolist()
     return most == -least
 
 

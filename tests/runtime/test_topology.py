@@ -176,7 +176,8 @@ def _members_and_sums() -> list[tuple[list[int], float]]:
     groups_of_both = (PIPELINES, [[0, 3]], PIPELINES, [[0, 1, 2, 3]]) * 2
     for number, groups in enumerate(groups_of_both):
         if number == len(groups_of_both) // 2:
-            dist.new_group([0, 1])
+            if rank < 2:
+                dist.new_group([0, 1], use_local_synchronization=True)
         group = own_group(groups)
         total = torch.tensor(float(rank))
         dist.all_reduce(total, group=group)
