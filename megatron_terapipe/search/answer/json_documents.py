@@ -183,8 +183,8 @@ class TrainerPart(ClosedModel):
     """Offloaded to the host: `checkpoints`, `optimizer`, `weights`."""
     why_not: str | None
     """Why it does not fit, or none can run; null = it fits."""
-    measured_on_such_devices: bool
-    """Whether its times were compared with runs on such devices."""
+    measured_run: str | None
+    """Published run of a model of this kind, dense or with experts, on each kind of device; null = none is known."""
 
 
 class AdvicePart(ClosedModel):

@@ -30,7 +30,6 @@ tiled backward repeats the recomputation (DeepSpeed, `TiledMLP`).
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from math import gcd
 
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
@@ -44,6 +43,7 @@ from megatron_terapipe.search.price.links import ALONE, LayerLinks
 from megatron_terapipe.search.price.memory import MemoryOverheads, RankMemory, default_overheads
 from megatron_terapipe.search.price.workload import Attention, Layer, Workload
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
+from megatron_terapipe.search.rank.search import Ranked, priced
 from megatron_terapipe.search.rank.space import SearchProblem, divisors
 from megatron_terapipe.strategy import Strategy
 
@@ -297,18 +297,14 @@ def other_trainers(asked: Question) -> Iterator[TrainerPart]:
         if software.name == problem.software.name or problem.precision not in precisions:
             continue
         theirs = asked.changed({}, software=software)
-        if not software.can_run("pipeline_parallel_size", 2):
-            # Each rank needs a sequence of its own.
-            theirs = theirs.changed(cluster=cluster.at_most(gcd(cluster.num_devices, problem.global_batch_size)))
-        result = theirs.search(effort=1.0)
+        result = theirs.search()
         if result.entries:
-            entry = result.entries[0]
+            theirs, entry = min(_exchanges(theirs, result.entries[0]), key=lambda each: each[1].iteration_time_s)
             price = theirs.costs.with_interval(entry.strategy, entry.price, theirs.pricing)
-            yield _part(problem, software, entry.strategy, price)
+            yield _part(problem, theirs.problem.software, entry.strategy, price)
         else:
             broken = [name for name, number in result.counts.rejected.items() if number][-1:]
-            used = theirs.problem.cluster.num_devices
-            yield _part(problem, software, why_not=why_none(*broken, used=used, num_devices=cluster.num_devices))
+            yield _part(problem, software, why_not=why_none(*broken))
     if has_rival(problem):
         theirs = asked.changed({}, software=ALST)
         rival = best_rival(theirs.pricing, problem.global_batch_size, headroom=problem.memory_headroom)
@@ -319,22 +315,33 @@ def other_trainers(asked: Question) -> Iterator[TrainerPart]:
             yield _part(problem, ALST, rival.strategy, price, on_host=rival.on_host, why_not=why_not)
 
 
-def why_none(broken: str = "", *, used: int, num_devices: int) -> str:
-    """Return why another trainer cannot run it.
+def _exchanges(theirs: Question, entry: Ranked) -> Iterator[tuple[Question, Ranked]]:
+    """Yield a strategy with context ranks in a ring, and with all-to-alls, where they divide the heads of keys."""
+    yield theirs, entry
+    software, strategy = theirs.problem.software, entry.strategy
+    ranks = strategy.sequence_parallel_size * strategy.tensor_parallel_size
+    heads = {layer.attention.key_value_heads for layer in theirs.problem.workload.layers if layer.attention}
+    if (
+        software.name == MEGATRON_CORE.name
+        and strategy.sequence_parallel_size > 1
+        and not any(n % ranks for n in heads)
+    ):
+        exchanging = replace(
+            software,
+            title=f"{software.title}, --cp-comm-type a2a,",
+            communication=replace(software.communication, ring=False),
+        )
+        theirs = theirs.changed({}, software=exchanging)
+        found = priced(strategy, theirs.pricing, theirs.problem.memory_headroom)
+        if found is not None:
+            yield theirs, found
 
-    Args:
-        broken: the rule that the last of its strategies break.
-        used: devices among which its batch can be dealt.
-    """
-    rule = f"the last of its strategies break the rule '{broken}'"
+
+def why_none(broken: str = "") -> str:
+    """Return why another trainer cannot run it, from the rule that the last of its strategies break."""
     if broken in (FITS, HEADROOM):
-        rule = "no strategy of it fits the memory"
-    if used == num_devices:
-        return rule
-    return (
-        f"each device needs a sequence, so the batch is dealt evenly to {used} of {num_devices} devices at most, and "
-        f"there {rule}"
-    )
+        return "no strategy of it fits the memory"
+    return f"the last of its strategies break the rule '{broken}'"
 
 
 def _part(
@@ -356,8 +363,13 @@ def _part(
         memory=None if fullest is None else {**asdict(fullest), "total": fullest.total},
         on_host=list(on_host),
         why_not=why_not,
-        measured_on_such_devices=problem.cluster.generations <= set(software.measured_on),
+        measured_run=_measured(software, problem),
     )
+
+
+def _measured(software: Software, problem: SearchProblem) -> str | None:
+    has_experts = problem.workload.experts is not None
+    return software.measured_on((node.device for node in problem.cluster.nodes), has_experts=has_experts)
 
 
 def trainer_notes(trainers: Iterable[TrainerPart], problem: SearchProblem, winner_s: float | None) -> Iterator[str]:
@@ -367,8 +379,9 @@ def trainer_notes(trainers: Iterable[TrainerPart], problem: SearchProblem, winne
         winner_s: seconds of the first of the ranking; None = there is none.
     """
     measured = []
+    kind = "with experts" if problem.workload.experts else "with a dense model"
     for each in trainers:
-        known = f"{'' if each.measured_on_such_devices else 'never '}measured on such devices"
+        known = f"measured: {each.measured_run}" if each.measured_run else f"never measured {kind} on such devices"
         if each.strategy is None or each.iteration_time_s is None or each.memory is None:
             yield f"{each.title} cannot run it: {each.why_not}"
             continue
@@ -386,10 +399,10 @@ def trainer_notes(trainers: Iterable[TrainerPart], problem: SearchProblem, winne
         if each.why_not is not None:
             yield f"{line}; it does not fit, because {each.why_not}"
             continue
-        measured += [each.software] if each.measured_on_such_devices else []
+        measured += [each.software] if each.measured_run else []
         advice = "train with it" if each.software == ALST.name else f"--software {each.software} ranks its strategies"
         yield f"{line}: {advice}" if ratio <= FASTER else line
-    if winner_s is not None and measured and not problem.cluster.generations <= set(problem.software.measured_on):
+    if winner_s is not None and measured and not _measured(problem.software, problem):
         yield (
             f"{problem.software.title} was never measured on such devices, and {' and '.join(measured)} "
             f"{'were' if len(measured) > 1 else 'was'}: run a trial of rank 1 before it is preferred"

@@ -1,10 +1,11 @@
 """The form of a description of a trainer: facts that affect time or memory, and do not depend on the hardware."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 2})
@@ -158,7 +159,8 @@ class Communication:
     broadcasts_parts: bool = False
     """Whether each data-parallel rank broadcasts the weights that it stepped, one rank after the other."""
     tensor_parallel_overlap: float = 0.0
-    """Share of the collectives between tensor-parallel ranks that products hide."""
+    """Share of the collectives between tensor-parallel ranks that products hide, where these share tokens and a node
+    with links faster than PCIe (github.com/NVIDIA/TransformerEngine/issues/1071)."""
     ring: bool = False
     """Whether ranks that share tokens pass keys and values on under attention (arXiv 2310.01889), and exchange no
     heads."""
@@ -219,6 +221,16 @@ ONLY_OURS: Values = (
 """Values that other trainers can run of the dimensions for long sequences; a part of `Software.runs`."""
 
 
+class MeasuredRun(NamedTuple):
+    """A published run of a trainer, with which its times were compared."""
+
+    device: str
+    """Beginning of the names of its devices."""
+    has_experts: bool
+    run: str
+    """Model, number of devices and source."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
     """Facts about the trainer that runs a strategy."""
@@ -226,8 +238,8 @@ class Software:
     name: str
     """Its name in the field `software` of trials."""
     title: str
-    measured_on: tuple[str, ...] = ()
-    """Generations of devices on which its times were measured, published or our own, and compared by `validate`."""
+    measured: tuple[MeasuredRun, ...] = ()
+    """One for each kind of device and of model that it was measured on."""
     operators: Operators
     products: Products
     attention: AttentionCore
@@ -262,6 +274,18 @@ class Software:
         """Whether it can run a value of a dimension."""
         values = dict(self.runs).get(dimension)
         return values is None or value in values
+
+    def measured_on(self, devices: Iterable[Device], *, has_experts: bool) -> str | None:
+        """Return runs of such models on each of these devices; None if one has none."""
+        runs = [
+            [
+                each.run
+                for each in self.measured
+                if device.name.startswith(each.device) and each.has_experts == has_experts
+            ]
+            for device in devices
+        ]
+        return "; ".join(dict.fromkeys(each[0] for each in runs)) if all(runs) else None
 
     def state(self, precision: str, zero_stage: int) -> StateBytes:
         """Return the bytes of weights, gradients and optimizer state."""

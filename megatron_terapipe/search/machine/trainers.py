@@ -11,8 +11,9 @@
   `runtime/pipe/schedule.py`, `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Sums
   of bf16 travel in fp32, all-reduced even at ZeRO stage 1. GPT-NeoX's rotation is written in Python.
 - `fsdp`: PyTorch's fully sharded data parallelism with FlashAttention-2 and layers fused by torch.compile (Zhao et al.,
-  arXiv 2304.11277 sections 3 and 4; torchtitan). Weights of a layer are gathered before its forward and again before
-  its backward, one layer ahead, and gradients are reduced in fp32 under the layer before.
+  arXiv 2304.11277 sections 3 and 4), with tensor-parallel and context ranks as in torchtitan (arXiv 2410.06511).
+  Weights of a layer are gathered before its forward and again before its backward, one layer ahead, and gradients are
+  reduced in fp32 under the layer before.
 - `alst`: DeepSpeed's ZeRO 3 with sequence-parallel ranks, transformers' layers and Liger's kernels (arXiv 2410.10989),
   which has no pipeline: `answer/other_trainers.py` prices it. Bekman et al., arXiv 2506.13996; ArcticTraining,
   `projects/sequence-parallelism` and `monkey_patches.py`; DeepSpeed 0.19.8, `runtime/sequence_parallel/ulysses_sp.py`.
@@ -33,6 +34,7 @@ from megatron_terapipe.search.machine.software import (
     WITH_PIPELINES,
     AttentionCore,
     Communication,
+    MeasuredRun,
     Operator,
     Operators,
     Products,
@@ -160,7 +162,7 @@ MEGATRON_OPERATORS = Operators(
 MEGATRON_LM = Software(
     name="megatron-lm",
     title="Megatron-LM of 2021 to 2023",
-    measured_on=("ampere",),
+    measured=(MeasuredRun("A100-SXM4", False, "GPT 1T on 512 A100 (arXiv 2205.05198, table 5)"),),
     operators=MEGATRON_OPERATORS,
     products=Products(forward_kernels=3, backward_kernels=6, accumulation_bytes=8),
     attention=AttentionCore(
@@ -187,6 +189,7 @@ DEEPSPEED = replace(
     MEGATRON_LM,
     name="deepspeed",
     title="DeepSpeed's pipeline engine with Megatron's layers",
+    measured=(MeasuredRun("A100-SXM4", False, "BLOOM 176B on 384 A100 (arXiv 2211.05100, section 3.4)"),),
     operators=replace(
         MEGATRON_LM.operators,
         # Halves are swapped and put together, for queries and for keys.
@@ -206,7 +209,14 @@ DEEPSPEED = replace(
 MEGATRON_CORE = Software(
     name="megatron-core",
     title="Megatron-core with Transformer Engine",
-    measured_on=("ampere", "hopper", "blackwell"),
+    measured=(
+        MeasuredRun("H100-SXM5", False, "Llama 3.1 405B on 512 H100 (NVIDIA dgxc-benchmarking 25.05)"),
+        MeasuredRun("H100-SXM5", True, "Grok-1 314B on 2,048 H100 (NVIDIA dgxc-benchmarking)"),
+        MeasuredRun("B200", False, "Llama 3.1 405B cut to 4 layers on 8 B200 (SimuMax 1.2)"),
+        MeasuredRun("B200", True, "gpt-oss 120B on 64 B200 (Megatron-Bridge 26.04)"),
+        MeasuredRun("GB200", False, "Llama 3.1 405B on 512 GB200 (NVIDIA dgxc-benchmarking 25.05)"),
+        MeasuredRun("GB200", True, "Grok-1 314B on 512 GB200 (NVIDIA dgxc-benchmarking)"),
+    ),
     operators=Operators(
         layernorm=Operator(forward=2, backward=3),
         rmsnorm=Operator(forward=2, backward=3),
@@ -255,8 +265,8 @@ MEGATRON_CORE = Software(
         tensor_parallel_overlap=0.5,
         reduction_bytes=2,
     ),
-    # Its distributed optimizer may have several instances.
-    runs=tuple(each for each in PIPELINE if each[0] != "zero_shard_size"),
+    # Its distributed optimizer may have several instances, and context ranks share tokens.
+    runs=tuple(each for each in PIPELINE if each[0] not in ("zero_shard_size", "sequence_parallel_size")),
     # `DistributedDataParallelConfig` of megatron/core/distributed: at least a million elements for each rank.
     bucket_elements=40_000_000,
     bucket_elements_per_rank=1_000_000,
@@ -297,20 +307,23 @@ EAGER = Operators(
 FSDP = Software(
     name="fsdp",
     title="PyTorch FSDP with torch.compile",
-    measured_on=("ampere", "hopper"),
+    measured=(
+        MeasuredRun("A100-SXM4", False, "Llama 2 7B on 128 A100 (IBM's fms-fsdp)"),
+        MeasuredRun("H100-SXM5", False, "Llama 3.1 70B on 256 H100, with tensor-parallel ranks (torchtitan)"),
+    ),
     operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss),
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
     attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
-    communication=Communication(overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4),
+    communication=Communication(
+        overlaps_gradient_reduction=True, overlaps_weight_gather=True, ring=True, reduction_bytes=4
+    ),
     runs=(
         ("pipeline_parallel_size", (1,)),
-        ("tensor_parallel_size", (1,)),
         ("num_token_slices", (1,)),
         ("schedule", ("1f1b",)),
         ("stage_partition", ("uniform",)),
         ("zero_stage", (3,)),
-        ("sequence_parallel_size", (1,)),
         ("recompute", ("none", "full")),
         ("offload", (False,)),
     ),
@@ -328,11 +341,11 @@ ALST = replace(
     FSDP,
     name="alst",
     title="ZeRO 3 with Ulysses (DeepSpeed's ALST)",
-    measured_on=(),
+    measured=(MeasuredRun("H100-SXM5", False, "Llama 3 8B with 3.7M tokens on 8 H100 (arXiv 2506.13996)"),),
     # A gradient in bf16 is copied into a tensor, and its part out of it.
     products=replace(FSDP.products, accumulation_bytes=8),
-    communication=replace(FSDP.communication, reduction_bytes=2),
-    runs=tuple(each for each in FSDP.runs if each[0] != "sequence_parallel_size"),
+    communication=replace(FSDP.communication, ring=False, reduction_bytes=2),
+    runs=(("tensor_parallel_size", (1,)), *FSDP.runs),
     operators=replace(
         EAGER,
         rmsnorm=FUSED_RMSNORM,

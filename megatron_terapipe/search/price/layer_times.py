@@ -28,6 +28,8 @@ class LayerTimes(NamedTuple):
     launch_weight_gradient: ScalarOrArray = 0.0
     shared_experts: ScalarOrArray = 0.0
     """Part of `forward` in shared experts."""
+    attention: ScalarOrArray = 0.0
+    """Part of `forward` in the attention core."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

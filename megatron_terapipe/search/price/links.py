@@ -85,6 +85,10 @@ class ClusterTable:
         return len(self.node_of_device)
 
 
+FASTEST_PCIE = 64e9
+"""Bytes per second in one direction of 16 lanes of PCIe 5."""
+
+
 class GroupTopology(NamedTuple):
     """Number of ranks and nodes of a group, and the links between them.
 
@@ -104,6 +108,11 @@ class GroupTopology(NamedTuple):
     def at(self, index: Any) -> "GroupTopology":
         """Return some of the groups: the arrays at an index of numpy, in its shape; numbers as they are, [...]."""
         return GroupTopology(*(part if np.ndim(part) == 0 else np.asarray(part)[index] for part in self))
+
+    @property
+    def is_switched(self) -> "NDArray[np.bool_]":
+        """Whether all ranks of a group [...] are on one node, with links faster than PCIe between them."""
+        return np.equal(self.num_nodes, 1) & np.greater(self.inside_bandwidth, FASTEST_PCIE)
 
     def every(self, stride: ScalarOrArray) -> "GroupTopology":
         """Return the groups of every `stride`-th rank of these, which use the links at the same time."""

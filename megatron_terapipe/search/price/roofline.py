@@ -275,8 +275,10 @@ class Roofline:
         of_shared_experts = (
             sum(part.forward for part in parts[-2:]) if layer.experts and layer.activation_width else 0.0
         )
+        of_attention: ScalarOrArray = 0.0
         if layer.attention is not None:
             parts.append(self._attention(query, layer.attention))
+            of_attention = parts[-1].forward
         if layer.recurrence is not None:
             parts.append(self._recurrence(query, layer.recurrence))
         if layer.experts is not None:
@@ -313,6 +315,7 @@ class Roofline:
             launch * (whole.input_kernels + kernels_again),
             launch * whole.weight_kernels,
             of_shared_experts,
+            of_attention,
         )
 
     def launch_s(self, device: Device) -> float:

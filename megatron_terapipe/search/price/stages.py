@@ -197,11 +197,15 @@ class LayerPrices:
         again = query.again in ("full", "stage")
         reduced = self.element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
         one = reduce_scatter_s(*reduced) + all_gather_s(*reduced) if query.sequence_parallel else all_reduce_s(*reduced)
-        one = (1 - communication.tensor_parallel_overlap) * one
+        if query.sequence_parallel and communication.tensor_parallel_overlap:
+            one = np.multiply(one, 1 - communication.tensor_parallel_overlap * links.tensor.is_switched)
         entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
-        exchanges = ring_s if communication.ring else head_exchange_s
-        exchange = exchanges(query, links.sequence, efficiency, self.element_bytes)
+        if communication.ring:
+            exchange = ring_s(query, links.sequence, efficiency, self.element_bytes, kernels.attention)
+            exchange_back = 2 * exchange
+        else:
+            exchange = exchange_back = head_exchange_s(query, links.sequence, efficiency, self.element_bytes)
         routed_forward, routed_backward, routed_again = self._expert_exchange_s(query, links, kernels)
         if query.recompute == "stage":
             # One more forward, in the backward. Layers after the last attention run only there: no later token slice
@@ -229,7 +233,7 @@ class LayerPrices:
             )
 
         forward_messages = forward_reduction + exchange
-        backward_messages = backward_reduction + (1 + again) * exchange
+        backward_messages = backward_reduction + exchange_back + again * exchange
         without = sum(both(forward_messages, backward_messages))
         if query.layer.experts is not None:
             forward_messages = forward_messages + routed_forward
@@ -340,19 +344,23 @@ def head_exchange_s(
 
 
 def ring_s(
-    query: LayerQuery, topology: GroupTopology, efficiency: HardwareEfficiency, element_bytes: int
+    query: LayerQuery,
+    topology: GroupTopology,
+    efficiency: HardwareEfficiency,
+    element_bytes: int,
+    attention_s: ScalarOrArray,
 ) -> ScalarOrArray:
-    """Seconds [...] by which keys and values on their way around a ring make a forward longer, and a backward as much.
+    """Seconds [...] by which keys and values on their way around a ring make a forward longer; a backward by twice it.
 
-    They travel under attention (arXiv 2310.01889 section 3): causal attention of as many tokens as a rank sends takes
-    longer than their way, so only the exposed share under ops remains.
+    They travel under the `attention_s` seconds of attention (arXiv 2310.01889 section 3). In a backward their gradients
+    travel, too, under attention of about twice as long.
     """
     attention = query.layer.attention
     if attention is None or not np.any(np.greater(topology.size, 1)):
         return 0.0
     of_keys = 2 * key_heads(attention, query.tensor_parallel_size) * attention.head_size / query.tensor_parallel_size
     gathered = element_bytes * of_keys * query.rows * topology.size
-    return efficiency.overlap_exposed * all_gather_s(gathered, topology, efficiency)
+    return exposed_under(all_gather_s(gathered, topology, efficiency), attention_s, efficiency)
 
 
 def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:

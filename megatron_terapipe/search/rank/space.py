@@ -87,7 +87,7 @@ LONG_SEQUENCE = 16_384
 of a token slice has too few rows to fill a device."""
 
 
-LEAST_TOKENS_OF_A_RANK = 4096  # tokens of a sequence that ranks of a ring share at least
+TOKENS_OF_A_RANK = 8192  # tokens that a rank of a ring has at least, or half of a sequence of as many
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,12 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
 
 
 def _shares_of_heads(problem: SearchProblem) -> tuple[int, ...]:
-    """Sizes with which ranks can share the heads of every attention and recurrence, and all devices are used."""
+    """Sizes with which ranks can share tokens, or all heads of attention and recurrences, and all devices are used."""
     workload = problem.workload
-    if problem.software.communication.ring:
-        longest = workload.seq_length // LEAST_TOKENS_OF_A_RANK
-        return tuple(size for size in divisors(problem.cluster.num_devices) if size <= max(longest, 1))
+    if problem.software.communication.ring and workload.can_cut_tokens:
+        of_sequence = workload.seq_length // TOKENS_OF_A_RANK
+        most = max(of_sequence, min(2 * of_sequence, 2), 1)
+        return tuple(size for size in divisors(problem.cluster.num_devices) if size <= most)
     heads = [each.attention.query_heads for each in workload.layers if each.attention is not None]
     heads += [each.recurrence.num_groups for each in workload.layers if each.recurrence is not None]
     if not heads or workload.seq_length < LONG_SEQUENCE or not workload.can_cut_tokens:

@@ -264,7 +264,8 @@ def test_a_ranking_has_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Ulysses" not in capsys.readouterr().out
     trainers = {each["software"]: each for each in read(found)["trainers"]}
     assert list(trainers) == ["megatron-core", "fsdp", "alst"] and read(without)["trainers"] == []
-    assert [each["measured_on_such_devices"] for each in trainers.values()] == [True, True, False]
+    runs = [each["measured_run"] for each in trainers.values()]
+    assert runs == [None, "Llama 2 7B on 128 A100 (IBM's fms-fsdp)", None]
     assert trainers["fsdp"]["strategy"]["data_parallel_size"] == 1 and trainers["fsdp"]["why_not"] is None
     assert trainers["alst"]["strategy"]["zero_stage"] == 3
     assert read(found)["entries"] == read(without)["entries"]

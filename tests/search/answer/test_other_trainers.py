@@ -176,16 +176,8 @@ def test_copies_to_the_host_take_time(model: CostModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "used", "reason"),
-    [
-        (FITS, 32, "no strategy of it fits the memory"),
-        ("other", 32, "the last of its strategies break the rule 'other'"),
-        (
-            FITS,
-            16,
-            "each device needs a sequence, so the batch is dealt evenly to 16 of 32 devices at most, and there no ",
-        ),
-    ],
+    ("broken", "reason"),
+    [(FITS, "no strategy of it fits the memory"), ("other", "the last of its strategies break the rule 'other'")],
 )
-def test_why_another_trainer_cannot_run_it(broken: str, used: int, reason: str) -> None:
-    assert why_none(broken, used=used, num_devices=32).startswith(reason)
+def test_why_another_trainer_cannot_run_it(broken: str, reason: str) -> None:
+    assert why_none(broken) == reason

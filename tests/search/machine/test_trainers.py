@@ -154,7 +154,7 @@ FACTS: list[tuple[Software, Software, Strategy]] = [
     (changed("communication", overlaps_weight_gather=True), TERAPIPE, LAYOUT),
     (changed("communication", broadcasts_parts=True), TERAPIPE, LAYOUT),
     (changed("communication", reduction_bytes=8), TERAPIPE, LAYOUT),
-    (changed("communication", tensor_parallel_overlap=0.5), TERAPIPE, ON_TWO),
+    (changed("communication", tensor_parallel_overlap=0.5), TERAPIPE, replace(ON_TWO, sequence_parallel=True)),
     *(
         (changed("operators", **{name: replace(getattr(TERAPIPE.operators, name), forward=1e3)}), TERAPIPE, LAYOUT)
         for name in ("layernorm", "residual", "activation", "heads", "loss", "embedding")
