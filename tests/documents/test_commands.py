@@ -137,10 +137,20 @@ def run_page(path: Path, folder: Path, trained: Path, *, whole: bool) -> None:
         for line in block.commands():
             not_run = None if trains and not TRAINS.match(line) else block.not_run
             if command := (in_all_tests if whole else at_a_commit)(line, not_run):
-                _check(block, command, folder, trained)
+                output = _check(block, command, folder, trained)
+                wrong = _predicted(block, whole=whole) - {*map(float, re.findall(r"([\d.]+) s\b", output))}
+                assert not wrong, f"{block.where}: {command} does not print the times {sorted(wrong)} of its table"
 
 
-def _check(block: Block, command: str, folder: Path, trained: Path) -> None:
+def _predicted(block: Block, *, whole: bool) -> set[float]:
+    """Seconds of the table "predicted" that follows a block; the best one, in bold, needs the whole search."""
+    after = block.path.read_text(encoding="utf-8").partition(block.commands()[-1])[2]
+    table = re.match(r"\n\n\| predicted .*?\n\n", after, re.DOTALL)
+    times = re.findall(r"\| (\*\*)?([\d.]+) s\b", table[0]) if table else []
+    return {float(time) for bold, time in times if whole or not bold}
+
+
+def _check(block: Block, command: str, folder: Path, trained: Path) -> str:
     brought = []
     if READS_A_RUN.search(command):
         brought = [name for name in OF_A_RUN if not (folder / name).exists()]
@@ -152,6 +162,7 @@ def _check(block: Block, command: str, folder: Path, trained: Path) -> None:
         (folder / name).unlink()
     lines = (done.stderr or done.stdout).strip().splitlines()[-1:]
     assert done.returncode == 0, f"{block.where}: {command}: exit code {done.returncode}: {lines}"
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", BY_NAME)
