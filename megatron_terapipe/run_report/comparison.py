@@ -119,12 +119,11 @@ class Prediction:
     """Differences between the run and the priced strategy, a line each."""
 
 
-def read_prediction(path: Path, start: RunStart | None) -> Prediction:
+def read_prediction(path: Path, start: RunStart) -> Prediction:
     """Return the prediction of the search for a run.
 
     Args:
         path: answer of `search rank` or `search predict`, or the directory with it.
-        start: start of the run; None = take the best strategy of the answer.
     """
     path = path / ANSWER_FILE if path.is_dir() else path
     try:
@@ -134,14 +133,14 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
         reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
         raise ConfigError(f"{path} is not an answer of `search rank` or `predict` ({reason}): write it again") from None
     ran = None
-    if start is not None and start.strategy is not None:
+    if start.strategy is not None:
         try:
             ran = Strategy.from_json(start.strategy)
         except UserError:  # of a later version with more dimensions
             ran = None
 
     def differences(entry: PricedStrategy) -> list[str]:
-        if ran is None or start is None:
+        if ran is None:
             return []
         priced = _normal(Strategy.from_json(entry.strategy), answer.model.seq_length)
         return list(_differences(priced, _normal(ran, start.model.get("seq_length"))))
@@ -151,8 +150,7 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
         raise ConfigError(f"{path} has no strategy with a price: search again with other constraints")
     entry, predicted = min(priced, key=lambda each: (len(differences(each[0])), each[0].rank))
     lines = [UNKNOWN] if ran is None else differences(entry)
-    if start is not None:
-        lines += _other_conditions(answer, start)
+    lines += _other_conditions(answer, start)
     devices = ", ".join(f"{number} x {name}" for name, number in answer.cluster.devices.items())
     return Prediction(
         path=path,
@@ -239,7 +237,7 @@ class ComparedFigure:
 
 
 def compared_figures(
-    prediction: Prediction, figures: Figures, steps: MeasuredSteps | None, start: RunStart | None
+    prediction: Prediction, figures: Figures, steps: MeasuredSteps | None, start: RunStart
 ) -> Iterator[ComparedFigure]:
     """Yield the predicted figures with the measured ones."""
 
@@ -264,7 +262,7 @@ def compared_figures(
     if steps is not None:
         why = "; ".join(_why_bubble(steps, predicted.bubble_ratio))
         yield compared("bubble ratio", "share", predicted.bubble_ratio, steps.bubble_ratio, why)
-    why = ON_CPU if start is not None and start.machine.device == "cpu" else ""
+    why = ON_CPU if start.machine.device == "cpu" else ""
     for stage, (memory, came) in enumerate(zip(predicted.memory_per_rank, figures.peak_memory_bytes, strict=False)):
         yield compared(f"memory, stage {stage}", "bytes", memory["total"], came, why)
 

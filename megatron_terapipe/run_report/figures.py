@@ -54,8 +54,8 @@ class Figures:
 
     iterations: int
     """Iterations done, each counted once."""
-    planned: int | None
-    """The last iteration that was planned; None if unknown."""
+    planned: int
+    """The last iteration that was planned."""
     tokens: int | None
     """Tokens trained on; None if the length of sequences is not known."""
     loss: float | None
@@ -71,11 +71,11 @@ class Figures:
     tflops_per_device: float | None
     """Model FLOPs in a second and device, in 10^12, with full attention; None for layers of a program's own."""
     tflops_per_device_causal: float | None
-    """The same with the scores that causal attention computes; None in files of earlier versions."""
+    """The same with the scores that causal attention computes."""
     mfu: float | None
     """Share of the devices' peak with full attention; None if the peak is unknown."""
     mfu_causal: float | None
-    """The same with the scores that causal attention computes; None in files of earlier versions."""
+    """The same with the scores that causal attention computes."""
     peak_memory_bytes: tuple[int, ...]
     """Peak memory of a rank of each stage; empty if it was not measured."""
     skipped: int
@@ -96,10 +96,10 @@ def figures_of(run: TrainingRun) -> Figures:
     losses = [each.lm_loss for each in every[-LAST:] if isfinite(each.lm_loss)]
     evaluations = [each for each in run.evaluations() if isfinite(each.lm_loss)]
     best = min(evaluations, key=lambda each: each.lm_loss, default=None)
-    seq_length = None if start is None else start.model.get("seq_length")
+    seq_length = start.model.get("seq_length")
     return Figures(
         iterations=every[-1].iteration,
-        planned=None if start is None else start.train_iters,
+        planned=start.train_iters,
         tokens=None if not isinstance(seq_length, int) else every[-1].consumed_samples * seq_length,
         loss=fmean(losses) if losses else None,
         validation_loss=evaluations[-1].lm_loss if evaluations else None,
@@ -205,9 +205,9 @@ def listed(found: Sequence[Incident], most_of_kind: int) -> list[tuple[str, str]
     return [(each.kind, f"{each.where}: {each.text}") for each in found if each in gravest] + rest
 
 
-def strategy_line(start: RunStart | None) -> str:
+def strategy_line(start: RunStart) -> str:
     """Return the strategy in one line; empty if it is unknown."""
-    if start is None or start.strategy is None:
+    if start.strategy is None:
         return ""
     try:
         return strategy_text(start.strategy)
@@ -227,7 +227,7 @@ def _of_pieces(run: TrainingRun) -> Iterator[tuple[int, Incident]]:
             yield number, Incident("failure", last, last, piece.end.reason)
         elif piece.end is not None:
             yield number, Incident("end", last, last, piece.end.reason or "the last iteration was reached")
-        elif piece.start is not None:
+        else:
             yield number, Incident("end", last, last, NO_END)
 
 
@@ -237,9 +237,9 @@ def _restart_text(before: Piece, piece: Piece) -> str:
     parts = [f"started again with iteration {piece.first}"]
     if again:
         parts.append(f"{'1 iteration was' if again == 1 else f'{again} iterations were'} repeated")
-    if before.end is not None and piece.start is not None:
+    if before.end is not None:
         parts.append(f"{time_text(max(piece.start.time - before.end.time, 0.0))} after the previous end")
-    if piece.start is not None and not Part(before.start).continues_in(piece.start):
+    if not Part(before.start).continues_in(piece.start):
         parts.append(f"under another layout, {strategy_line(piece.start)}")
     return ", ".join(parts)
 

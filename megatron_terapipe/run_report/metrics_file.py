@@ -4,7 +4,7 @@ A run consists of pieces, each from a start to an end. Iterations that were repe
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from math import isnan, nan
@@ -136,6 +136,7 @@ second is the first with all of them."""
 class Piece:
     """Lines of a run from one start to its end."""
 
+    start: RunStart
     lines: list[Line] = field(default_factory=list)
 
     def of(self, kind: type[AnyLine]) -> list[AnyLine]:
@@ -148,29 +149,22 @@ class Piece:
         return self.of(IterationMetrics)
 
     @property
-    def start(self) -> RunStart | None:
-        """None if the file has none."""
-        return next(iter(self.of(RunStart)), None)
-
-    @property
     def end(self) -> RunEnd | None:
-        """The last one; None if it was killed or is still running, or the file has none."""
+        """The last one; None if it was killed or is still running."""
         return next(reversed(self.of(RunEnd)), None)
 
     @property
     def first(self) -> int:
         """Its first iteration."""
-        if self.iterations:
-            return self.iterations[0].iteration
-        return 1 if self.start is None else self.start.iteration + 1
+        return self.iterations[0].iteration if self.iterations else self.start.iteration + 1
 
 
 @dataclass
 class Part:
     """Iterations of a run under one layout: of consecutive starts with the same strategy and devices."""
 
-    start: RunStart | None
-    """The first of the starts; None if the file has none."""
+    start: RunStart
+    """The first of the starts."""
     iterations: list[IterationMetrics] = field(default_factory=list)
     warm: list[IterationMetrics] = field(default_factory=list)
     """The same without the first ones after each start."""
@@ -181,13 +175,13 @@ class Part:
         last = self.iterations[-1].global_batch_size
         return [each for each in self.warm if each.global_batch_size == last] or self.iterations
 
-    def continues_in(self, start: RunStart | None) -> bool:
+    def continues_in(self, start: RunStart) -> bool:
         """Whether a start has its layout."""
 
         def layout(start: RunStart) -> object:
             return start.strategy, start.machine.device, start.machine.num_devices
 
-        return start is None or (self.start is not None and layout(start) == layout(self.start))
+        return layout(start) == layout(self.start)
 
 
 @dataclass(frozen=True)
@@ -203,9 +197,9 @@ class TrainingRun:
     """Warnings about skipped lines."""
 
     @property
-    def start(self) -> RunStart | None:
+    def start(self) -> RunStart:
         """The start of its last piece."""
-        return next((piece.start for piece in reversed(self.pieces) if piece.start is not None), None)
+        return self.pieces[-1].start
 
     @property
     def end(self) -> RunEnd | None:
@@ -283,6 +277,11 @@ def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
     runs = []
     for path, name in zip(files, names, strict=True):
         lines, faults = read_metrics_lines(path)
+        if not isinstance(lines[0], RunStart):
+            raise ConfigError(
+                f"{path} does not begin with the start of a run: give the whole file that a run wrote with "
+                "--metrics-file"
+            )
         runs.append(TrainingRun(name, path, tuple(_pieces(lines)), faults))
     if not join:
         return runs
@@ -290,15 +289,11 @@ def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
     return [TrainingRun(names[0], files[0], pieces, tuple(fault for run in runs for fault in run.faults))]
 
 
-def _pieces(lines: Sequence[Line]) -> Iterator[Piece]:
-    """Divide lines at each start; without one in the file, where iterations decrease."""
-    piece, last = Piece(), 0
-    for number, line in enumerate(lines):
-        decreases = isinstance(line, IterationMetrics) and line.iteration <= last
-        if number and (isinstance(line, RunStart) or (decreases and piece.start is None)):
-            yield piece
-            piece, last = Piece(), 0
-        piece.lines.append(line)
-        if isinstance(line, IterationMetrics):
-            last = line.iteration
-    yield piece
+def _pieces(lines: Sequence[Line]) -> list[Piece]:
+    """Divide lines at each start."""
+    pieces: list[Piece] = []
+    for line in lines:
+        if isinstance(line, RunStart):
+            pieces.append(Piece(line))
+        pieces[-1].lines.append(line)
+    return pieces

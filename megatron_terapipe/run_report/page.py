@@ -129,10 +129,7 @@ def main_figures(report: RunReport) -> str:
 def description(report: RunReport) -> str:
     """Return the machine, versions and times of a run, and the command that started it."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in about(report) if text)
-    start = report.run.start
-    command = (
-        "" if start is None else f"<details><summary>command</summary><pre>{escape(start.command)}</pre></details>"
-    )
+    command = f"<details><summary>command</summary><pre>{escape(report.run.start.command)}</pre></details>"
     return f'<dl class="about">{rows}</dl>{command}'
 
 
@@ -208,8 +205,7 @@ def memory(report: RunReport) -> str:
             parts = {name: predicted[stage][field] for field, name in MEMORY_NAMES.items()}
             bars.append(Bar(f"stage {stage}, predicted", parts, bytes_text(predicted[stage]["total"])))
         bars.append(Bar(f"stage {stage}, measured", {"measured": float(peak)}, bytes_text(peak)))
-    start = report.run.start
-    on_cpu = start is not None and start.machine.device == "cpu"
+    on_cpu = report.run.start.machine.device == "cpu"
     note = f'<p class="sub">{ON_CPU[:1].upper()}{ON_CPU[1:]}.</p>' if on_cpu else ""
     return note + chart(bars, palette, lambda amount, _: bytes_text(amount))
 

@@ -59,15 +59,15 @@ def read_report(
 
 def _report_of(run: TrainingRun, search: str | None, timeline: str | None) -> RunReport:
     figures, start, problems = figures_of(run), run.start, list(run.faults)
-    of_run = Path("" if start is None else start.directory)
+    of_run = Path(start.directory)
     steps = prediction = None
     if timeline is not None:
         steps = read_measured_steps(Path(timeline))
-    elif start is not None and start.timeline is not None and (path := of_run / start.timeline).is_dir():
+    elif start.timeline is not None and (path := of_run / start.timeline).is_dir():
         steps = _if_sound(lambda: read_measured_steps(path), problems, "the measured timeline")
     if search is not None:
         prediction = read_prediction(Path(search), start)
-    elif start is not None and start.strategy_file is not None:
+    elif start.strategy_file is not None:
         answer = (of_run / start.strategy_file).parent / ANSWER_FILE
         if answer.is_file():
             prediction = _if_sound(lambda: read_prediction(answer, start), problems, "the prediction of the search")
@@ -94,8 +94,6 @@ def _if_sound(read: Callable[[], T], problems: list[str], name: str) -> T | None
 def _missing(
     run: TrainingRun, figures: Figures, steps: MeasuredSteps | None, prediction: Prediction | None
 ) -> Iterator[str]:
-    if run.start is None:
-        yield "no start of the run in the metrics file: a run of this version writes it with --metrics-file"
     if prediction is None:
         yield "no prediction: train with launch.sh of `search rank --output DIR`, or give its answer with --search DIR"
     if steps is None:
@@ -122,12 +120,12 @@ class RunDocument(Figures):
     """Name in the report."""
     metrics_file: str
     """Metrics file of the run."""
-    model: str | None
-    """Name of the model; null = not in the file."""
-    parameters: int | None
-    """Parameters; null = not in the file."""
+    model: str
+    """Name of the model."""
+    parameters: int
+    """Parameters."""
     strategy: dict[str, Any] | None
-    """Strategy, as `--strategy` reads it; null = not in the file."""
+    """Strategy, as `--strategy` reads it; null = the search has none for these settings."""
     bubble_ratio: float | None
     """Measured bubble ratio, in [0, 1); null without a timeline."""
     end: str | None
@@ -168,9 +166,9 @@ def _run_document(report: RunReport) -> RunDocument:
     return RunDocument(
         name=run.name,
         metrics_file=str(run.path),
-        model=None if start is None else start.model_name,
-        parameters=None if start is None else start.parameters,
-        strategy=None if start is None or start.strategy is None else dict(start.strategy),
+        model=start.model_name,
+        parameters=start.parameters,
+        strategy=None if start.strategy is None else dict(start.strategy),
         **{name: getattr(report.figures, name) for name in Figures.__slots__},
         bubble_ratio=None if report.steps is None else report.steps.bubble_ratio,
         end=None if run.end is None else run.end.reason,
@@ -187,13 +185,11 @@ def title_of(reports: Sequence[RunReport]) -> str:
     if len(reports) > 1:
         return f"{len(reports)} training runs"
     run = reports[0].run
-    return f"Training run {run.name}" if run.start is None else f"{run.start.model_name}: training run {run.name}"
+    return f"{run.start.model_name}: training run {run.name}"
 
 
-def heading(start: RunStart | None) -> str:
-    """Return the model and the machine in one line; empty if they are unknown."""
-    if start is None:
-        return ""
+def heading(start: RunStart) -> str:
+    """Return the model and the machine in one line."""
     machine = start.machine
     hosts = "" if machine.num_hosts == 1 else f" on {machine.num_hosts} hosts"
     return (
@@ -216,12 +212,9 @@ def part_lines(run: TrainingRun) -> list[str]:
 def about(report: RunReport) -> Iterator[tuple[str, str]]:
     """Yield the description of a run: names and texts."""
     run, start, figures = report.run, report.run.start, report.figures
-    if start is None:
-        yield "metrics file", str(run.path)
-        return
     yield "strategy", strategy_line(start)
     yield "sequence", f"{start.model.get('seq_length')} tokens"
-    yield "started", _date(start.time if run.pieces[0].start is None else run.pieces[0].start.time)
+    yield "started", _date(run.pieces[0].start.time)
     if figures.wall_s is not None:
         share = figures.in_iterations_s / figures.wall_s if figures.wall_s else 1.0
         yield "took", f"{duration_text(figures.wall_s)}, {share:.0%} of it in iterations"
@@ -269,7 +262,7 @@ def glance(report: RunReport) -> Iterator[tuple[str, str]]:
         if predicted is not None and predicted.memory_per_rank:
             prediction = f", predicted {bytes_text(predicted.peak_memory_bytes)}"
         yield bytes_text(max(figures.peak_memory_bytes)), f"on the fullest rank{prediction}"
-    planned = "" if figures.planned in (None, figures.iterations) else f" of {figures.planned:,} planned"
+    planned = "" if figures.planned == figures.iterations else f" of {figures.planned:,} planned"
     tokens = "" if figures.tokens is None else f", {count_text(figures.tokens)} tokens"
     yield f"{figures.iterations:,}", f"iterations{planned}{tokens}"
 

@@ -80,10 +80,9 @@ class IterationMetrics(Record):
     """None unless in fp16."""
     skipped_iterations: int
     """Over all runs."""
-    tflops_per_device_causal: float | None = None
-    """The same as `tflops_per_device`, but only scores that causal attention computes are counted; None in files of
-    earlier versions, as is `mfu_causal`."""
-    mfu_causal: float | None = None
+    tflops_per_device_causal: float | None
+    """The same as `tflops_per_device`, but only scores that causal attention computes are counted."""
+    mfu_causal: float | None
     """This as a share of the device's peak; None where that is unknown."""
     params_norm: float | None = None
     """None without `--log-params-norm`."""

@@ -92,7 +92,9 @@ def whole_run(changes: Mapping[int, Mapping[str, Any]] | None = None) -> list[An
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> Path:
-    """Write lines as the trainer does, and return the file."""
+    """Write lines as the trainer does, after a start, and return the file."""
+    lines = list(lines)
+    lines = lines if isinstance(lines[0], RunStart) else [START, *lines]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line.as_json()) + "\n" for line in lines))
     return path

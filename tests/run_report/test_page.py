@@ -74,7 +74,7 @@ def test_curves_have_a_line_for_each_layout_and_gaps_for_unknown_losses(tmp_path
             for x, y in [each.split(",") for each in line]
         )
     assert pictures[0].count("<circle") == len(run.evaluations()) == 120 and "<circle" not in pictures[1]
-    assert curves(replace(run, pieces=(Piece([iteration(1)]),))) == ""
+    assert curves(replace(run, pieces=(Piece(START, [iteration(1)]),))) == ""
 
 
 @pytest.mark.parametrize(

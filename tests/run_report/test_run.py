@@ -58,16 +58,6 @@ def test_a_start_that_was_killed_before_its_first_iteration_repeats_none(tmp_pat
     assert "iteration 1, 100 s after the previous end" in report.incidents[-2].text
 
 
-def test_pieces_without_starts_are_divided_where_iterations_decrease_or_joined(tmp_path: Path) -> None:
-    pieces = [lines_of(range(1, 8)), lines_of(range(5, 10))]
-    one = write_lines(tmp_path / "old.jsonl", [line for piece in pieces for line in piece])
-    several = [str(write_lines(tmp_path / f"{name}.jsonl", piece)) for name, piece in zip("ab", pieces, strict=True)]
-    assert [run.name for run in read_runs(several)] == ["a", "b"]
-    for (run,) in (read_runs([str(one)]), read_runs(several, join=True)):
-        assert [piece.first for piece in run.pieces] == [1, 5]
-        assert [each.iteration for each in run.iterations] == list(range(1, 10))
-
-
 def test_an_incomplete_last_line_is_skipped(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "metrics.jsonl", lines_of(range(1, 6)))
     path.write_text(path.read_text()[:-30])
@@ -104,10 +94,3 @@ def test_a_file_without_an_iteration_is_refused(tmp_path: Path, text: str | None
     with pytest.raises(UserError, match="cannot be read" if text is None else "has no line of an iteration") as error:
         read_runs([str(tmp_path)])
     assert "\n" not in str(error.value)
-
-
-def test_a_line_of_an_older_version_is_read() -> None:
-    values = iteration(3).as_json()
-    for name in ("spiky_loss", "large_grads", "timers", "params_norm"):
-        del values[name]
-    assert line_of(json.dumps(values)) == iteration(3)
