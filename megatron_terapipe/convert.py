@@ -38,9 +38,7 @@ class Converted:
     """Answer of `convert`."""
 
     output: str
-    """Directory that was written."""
     source: str
-    """Directory that was read."""
     tokenizer_files: tuple[str, ...] = ()
     """Files beside the weights, of the tokenizer and others, that `to-huggingface` wrote."""
     remarks: tuple[str, ...] = ()

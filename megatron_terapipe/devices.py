@@ -60,7 +60,6 @@ WITH_FP8 = ("ada", "hopper", "blackwell", "cdna3")
 """Architectures with matrix products in fp8."""
 
 GENERATION_NAMES = tuple(dict.fromkeys(GENERATIONS.values()))
-"""All architectures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +94,6 @@ class LibraryDevice:
     """A device, its other names, and the machine it is usually in."""
 
     device: Device
-    """Figures of the data sheet."""
     source: str
     """Row of the list above."""
     machine: str
@@ -177,7 +175,6 @@ def _library_device(row: _Row) -> LibraryDevice:
 
 
 DEVICES: Mapping[str, LibraryDevice] = {row[0]: _library_device(row) for row in _ROWS}
-"""Every device by its name."""
 
 OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig"}
 """Words after the name of a device that make it another one."""

@@ -41,11 +41,9 @@ class Dimension:
 
     name: str = ""
     default: Any = None
-    """Value where none is given."""
     types: tuple[Any, ...] = ()
     """Types of its values, by the annotation: int, bool, str, None, and tuples of whole numbers."""
     least: int = 1
-    """Smallest whole number; of a list, each."""
     most: float = 10**9
     """Largest number; the largest of the field of the configuration that it sets, where there is one."""
     setting: str | None = None

@@ -485,7 +485,6 @@ def plan_run(config: Config, world_size: int, ask: Ask | None = None) -> tuple[C
 
 
 def _with_fields(section: Any, values: Mapping[str, Any]) -> Any:
-    """Return a section with the values of fields that it has."""
     names = {each.name for each in fields(section)}
     return replace(section, **{name: value for name, value in values.items() if name in names})
 

@@ -52,10 +52,8 @@ from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, FoundStrategy, Strategy
 
 Values = Mapping[str, Any]
-"""Values by field."""
 
 TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-"""Fields that name a tokenizer."""
 
 
 class Part(NamedTuple):
@@ -328,7 +326,6 @@ NOT_SEARCHED = (
 BATCH = "global_batch_size"
 
 Constraints = Mapping[str, tuple[Any, ...]]
-"""Values that dimensions of a strategy may have, by name."""
 
 
 StrategyFinder = Callable[[Config, Constraints], FoundStrategy]

@@ -32,13 +32,11 @@ class Flag:
     """Field of `Config` that holds the section."""
 
     name: str
-    """Field of the section."""
 
     kind: type[Any]
     """Type of one value: int, float, str or bool."""
 
     repeated: bool
-    """Whether it takes several values."""
 
     default: object
     """Default of the field; MISSING if the flag is required."""
@@ -47,7 +45,6 @@ class Flag:
     """Values accepted; empty if any of the type."""
 
     help: str
-    """Purpose of the flag."""
 
     option: Option
     """Other spellings, bounds, and other facts about the field."""
@@ -160,7 +157,6 @@ class CommandLine:
     """Flags whose effect is always on."""
 
     idle: list[str] = field(default_factory=list)
-    """Flags that have no effect here."""
 
     set_by: dict[str, str] = field(default_factory=dict)
     """Flag that set each field, as it was spelled."""
@@ -399,7 +395,6 @@ def _check_flags(words: Sequence[str], known: Collection[str]) -> None:
 
 
 def _flags_with_values(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each flag with the words that follow it."""
     starts = [number for number, word in enumerate(words) if word.startswith("--")]
     for start, end in pairwise([*starts, len(words)]):
         name, equals, value = words[start].partition("=")
@@ -450,7 +445,6 @@ def notices(line: CommandLine, values: Mapping[str, Any], config: Config) -> Ite
 
 
 ALL = "all"
-"""Group that has every flag."""
 
 MOST_USED: Mapping[str, tuple[str, ...]] = {
     "model": (

@@ -104,7 +104,6 @@ class Spellings:
                     raise ConfigError(f"{both} both deal layers to stages: drop one of them")
 
     def _check_ends(self, num_ranks: int, model_chunks: int, placement: str) -> None:
-        """Check the layers of the first and the last pipeline rank."""
         words = [with_value(*end) for end in self.ends.items()]
         if len(words) > num_ranks - 1:
             raise ConfigError(
@@ -230,7 +229,6 @@ def layout_stages(text: str, num_ranks: int) -> tuple[StagePartition, int]:
 
 
 def _expanded_layout(text: str) -> str:
-    """Return the text without commas and repetitions."""
     written = "".join(text.replace(",", "").split())
     while match := _REPEATED_LAYERS.search(written):
         grouped, single, number = match.groups()

@@ -45,7 +45,6 @@ BF16_PREFIX = "bf16_"
 
 
 def _model_rank(stage: int, tensor_parallel_rank: int, tensor_parallel_size: int) -> str:
-    """Number of a rank within one replica of the model, stage by stage."""
     return f"mp_rank_{stage * tensor_parallel_size + tensor_parallel_rank:02d}"
 
 

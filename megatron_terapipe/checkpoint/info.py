@@ -32,7 +32,6 @@ from megatron_terapipe.huggingface.families.registry import FAMILIES
 MOST_ITERATIONS = 10**9
 MOST_SAMPLES_OF_AN_ITERATION = 10**9
 MOST_RANKS = 10**6
-"""Larger numbers are damage."""
 _ADDED_SIZES = {"sequence_parallel_size", "expert_parallel_size"}
 """Sizes of a layout that checkpoints of earlier versions do not name; they were 1."""
 _SHOWN = 40
@@ -143,13 +142,10 @@ class CheckpointInfo:
     """Facts of the run that saved a checkpoint."""
 
     iteration: int
-    """Iterations done."""
     consumed_samples: int
-    """Samples trained on."""
     model: dict[str, Any]
     """The model section, vocabulary size included."""
     layout: dict[str, int]
-    """Sizes of the parallel axes."""
     optimizer: str | None
     """Name of the optimizer of the saved state; None without one."""
     partitioned: bool
@@ -159,7 +155,6 @@ class CheckpointInfo:
     skipped_iterations: int = 0
     """Iterations done that did not update the weights, because of an overflow in fp16."""
     skipped_samples: int = 0
-    """Samples of those iterations."""
     family: str | None = None
     """`model_type` of the Hugging Face model that the run began with; None for one that began with none."""
     vocabulary_parts: int = 1

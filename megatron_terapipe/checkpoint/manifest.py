@@ -31,7 +31,6 @@ class Manifest:
     """Facts of each file of a checkpoint."""
 
     files: Mapping[str, FileFacts]
-    """Facts by the name of the file."""
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":

@@ -138,7 +138,6 @@ class Whole:
 
 
 Tensors = dict[str, Whole]
-"""Tensors by the name of their weight."""
 _StatesOfRank = dict[tuple[str, str], dict[str, Tensor]]
 """The optimizer's tensors by the model chunk and the local name of their weight, and by their own name."""
 

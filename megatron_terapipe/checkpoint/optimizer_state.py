@@ -52,7 +52,6 @@ class SavedRun:
     places: Mapping[str, Place]
     """Places of the state of each parameter, by name; empty if only weights are loaded."""
     prefix: str = ""
-    """Prefix of the names of the optimizer's files."""
     counters: Mapping[str, int]
     """Values other than tensors that DeepSpeed saved of the run."""
     loss_scaler: Any | None = None
@@ -89,7 +88,6 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
 
 
 def _is_valid(name: str, place: Place, info: CheckpointInfo) -> bool:
-    """Whether the run had the stage and the replicas of a place."""
     num_replicas = info.num_replicas * info.tensor_parallel_size // info.ranks_of_copy(name)
     numbers = [place.stage, *(number for fragment in place.fragments for number in fragment)]
     return (
@@ -183,7 +181,6 @@ class SavedOptimizer:
         return joined(states)
 
     def _load_partition(self, stage: int, replica: int, tensor_parallel_rank: int) -> Mapping[str, Any]:
-        """Return the optimizer state that one data-parallel rank saved."""
         names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
         return load_saved(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
 

@@ -123,9 +123,7 @@ class _Share:
     num_parts: int
     """Parts that were saved: one for each tensor- or expert-parallel rank, and each part of the vocabulary."""
     rank: int
-    """Number of the part of this rank."""
     size: int
-    """Parts that ranks hold now."""
     cut: int | None
     """Dimension that is cut; None if each rank holds the whole."""
     stride: int = 1
@@ -164,7 +162,6 @@ class _Share:
 def _saved_state(
     optimizer: SavedOptimizer | MegatronWeights, info: CheckpointInfo, name: str, layer: int, part: int, elements: range
 ) -> ParameterState:
-    """Return the saved state of some elements of a part of a parameter."""
     saved_layer, rank = info.place(layer, part, name)
     first, _, rest = name.partition(".")
     saved_name = f"{saved_layer}.{rest}" if first.isdecimal() else name
@@ -174,7 +171,6 @@ def _saved_state(
 def _state(
     saved: Callable[[int, range], ParameterState], share: _Share, part: Callable[[int], Tensor], elements: range
 ) -> ParameterState:
-    """Return the saved state of some elements of this rank's part of a parameter."""
     if share.source is not None:
         return saved(share.source, elements)
     parts = [part(each) for each in range(share.num_parts)]

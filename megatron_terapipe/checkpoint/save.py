@@ -55,7 +55,6 @@ class FileWriter(CheckpointEngine):
         self.facts: dict[str, FileFacts] = {}
         """Sizes and hashes of the files that are on the disk, by name."""
         self.fault: str | None = None
-        """First error of a write."""
 
     def create(self, info: Any) -> None:
         """Do nothing."""
@@ -198,7 +197,6 @@ class UnfinishedSave:
     info: CheckpointInfo
     writer: FileWriter
     places: list[tuple[str, Place]]
-    """Places of the state of this rank's parameters."""
     keep_last: int | None
     """Checkpoints to keep, the newest; None for all."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -276,7 +274,6 @@ def begin_save(
 
 
 def _aside(directory: Path) -> Path:
-    """The directory in which a checkpoint is written."""
     return directory.with_name(f"{directory.name}{ASIDE}")
 
 

@@ -15,7 +15,6 @@ from megatron_terapipe.devices import DEVICES
 from megatron_terapipe.errors import ConfigError
 
 PROGRAM = "terapipe"
-"""Name of the program to complete."""
 
 SHELLS = ("bash", "zsh")
 
@@ -35,7 +34,6 @@ FILES = re.compile(r"(FILE|PATH|PREFIX|CONFIG|CLUSTER)\b|\.jsonl?$")
 """Names of values that are files, in help texts."""
 
 FOLDERS = re.compile(r"^(DIR|CHECKPOINTS|HF_DIR)\b")
-"""Names of values that are folders."""
 
 NAMES_OR_FILES = {
     "bash": '  compgen -W "{words}" -- "$1"\n  compgen -f -- "$1"',

@@ -80,7 +80,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 """All commands by group, in the order of `terapipe --help`."""
 
 COMMANDS = {command.name: command for commands in GROUPS.values() for command in commands}
-"""The commands by name."""
 
 SUMMARY = "Train GPTs whose sequences are pipelined in token slices; plan such runs; prepare data and models for them."
 

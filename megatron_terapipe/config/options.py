@@ -53,14 +53,12 @@ class Option:
     """Smallest value; of a flag that takes several, of each."""
 
     above: float | None = None
-    """Number that values are above."""
 
     most: float | None = None
     """Largest value, far beyond all models and machines: larger ones are typing errors, and would end in a lack of
     memory or in overflows."""
 
     below: float | None = None
-    """Number that values are below."""
 
     needs: tuple[str, ...] = ()
     """Fields of the section without which this one has no effect."""

@@ -212,7 +212,6 @@ class ParallelConfig:
         self._check_schedule()
 
     def _check_schedule(self) -> None:
-        """Check that a name belongs to a schedule or a file, and that the schedule fits the pipeline."""
         name, limit = self.pipeline_schedule, self.schedule_memory_limit
         if limit is not None and limit < 1:
             raise ConfigError(

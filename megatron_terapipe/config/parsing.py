@@ -95,7 +95,6 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 MOST_CHARACTERS = 253
-"""Of a host name."""
 
 
 def is_host_name(text: str) -> bool:

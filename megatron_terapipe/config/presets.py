@@ -42,7 +42,6 @@ class Preset:
     """Publication, by its name in the docstring of this module."""
 
     published_parameters: float
-    """Parameters as published."""
 
     settings: Mapping[str, Any]
     """Value of each field of the model section that it does not leave to its default."""
@@ -203,7 +202,6 @@ MODEL_PRESETS: Mapping[str, Preset] = {
     "gemma2-9b": _preset("Gemma 2", 9.24e9, 42, 3584, 16, 14336, 8, embedding_multiplier=sqrt(3584)),
     "gemma2-27b": _preset("Gemma 2", 27.2e9, 46, 4608, 32, 36864, 16, **GEMMA2_27B),
 }
-"""Every preset by its name."""
 
 
 def find_preset(name: str) -> Preset:

@@ -376,11 +376,9 @@ class _Builder:
         return BlendedDataset(datasets, order) if self._reads else UnreadSamples(num_samples)
 
     def _epochs(self, part: Part) -> int | None:
-        """Return the number of epochs of a part, if a flag sets it."""
         return self._data.train_data_exact_num_epochs if part == "train" else None
 
     def _documents(self, part: Part, prefix: str, num_samples: int) -> range:
-        """Return which documents of a prefix belong to a part."""
         data, count = self._data, len(self._indexed[prefix])
         shares = data.split_shares()
         documents = range(count) if shares is None else split_ranges(shares, count)[PARTS.index(part)]

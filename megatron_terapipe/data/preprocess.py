@@ -41,7 +41,6 @@ class Lines(NamedTuple):
     """Consecutive lines of the input."""
 
     first: int
-    """Number of the first, from 1."""
     lines: list[bytes]
     """UTF-8, with their line ends."""
     file_position: int
@@ -207,9 +206,7 @@ class Dataset:
     prefix: str
     """Path of its files without .bin and .idx, for --data-path."""
     num_documents: int
-    """Documents in it."""
     num_tokens: int
-    """Tokens in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,11 +214,9 @@ class Written:
     """Result of `preprocess`."""
 
     datasets: tuple[Dataset, ...]
-    """One for each JSON key."""
     num_empty_texts: int
     """Texts without tokens, which were left out."""
     tokenizer: str
-    """Type of the tokenizer."""
     num_bytes: int
     """Bytes of the input's lines."""
     seconds: float

@@ -109,9 +109,7 @@ class TokenizerRecord:
     """Facts of the tokenizer that wrote a dataset."""
 
     tokenizer: str
-    """Its name."""
     vocab_size: int
-    """Its number of ids."""
     eod: int | None
     """Id that ends the documents; None if they have no end."""
     num_bytes: int
@@ -211,7 +209,6 @@ def _is_record(found: dict[str, Any]) -> bool:
 
 
 def _first_ids(prefix: str | Path) -> NDArray[np.int64]:
-    """Return the first ids of a data file, [4096 or all]."""
     tokens = IndexedDataset(prefix).tokens
     return np.asarray(tokens[: min(_IDS_COMPARED, len(tokens))], dtype="<i8")
 

@@ -94,7 +94,6 @@ def _run(options: argparse.Namespace, prog: str) -> int:
 
 
 def _hosts(hostfile: str | None) -> tuple["Host", ...]:
-    """Return the hosts to check, without facts."""
     from megatron_terapipe.doctor.facts import Host
 
     if hostfile is None:
@@ -106,7 +105,6 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
 
 
 def _examine(options: argparse.Namespace, hosts: Sequence["Host"], progress: "Progress") -> "Examined":
-    """Return the facts of all hosts."""
     from megatron_terapipe.doctor.examination import Examination
     from megatron_terapipe.doctor.facts import launching_here
 

@@ -194,9 +194,7 @@ class _Sizes(NamedTuple):
     counts_Pe: Tensor
     """Pairs from each rank for each expert of this rank."""
     sent: list[int]
-    """Pairs for each rank."""
     received: list[int]
-    """Pairs from each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,6 @@ class AllToAll:
     """Each pair goes to the rank of its expert."""
 
     num_experts: int
-    """Experts of all ranks."""
     ranks: ExpertParallelRanks
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:
@@ -254,7 +251,6 @@ class AllGather:
     """All tokens go to all ranks, which have as many tokens each."""
 
     num_experts: int
-    """Experts of all ranks."""
     ranks: ExpertParallelRanks
 
     def __call__(self, x_Th: Tensor, chosen_TK: Tensor, weights_TK: Tensor, past: Past) -> Dispatched:

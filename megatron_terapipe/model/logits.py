@@ -95,9 +95,7 @@ class Logits:
     weight: Tensor
     """Of this rank's part of the vocabulary, [V / size, hidden]."""
     ranks: TensorParallelRanks
-    """The ranks that share the vocabulary."""
     live: LiveLogits
-    """Logits of the layer that are alive."""
     words: int | None = None
     """Entries of the vocabulary of all ranks; later rows of the weight are padding, which no token can be. None =
     all rows."""
@@ -150,7 +148,6 @@ class _Rule:
     words: int
     """Columns that are words; later ones are padding."""
     softcap: float | None
-    """Limit of the logits; None for none."""
     first_row: int = 0
     """Row of the whole weight that the first column is of."""
 

@@ -22,7 +22,6 @@ class Sum(NamedTuple):
     output: Tensor | None
     """None for a sum that is known."""
     multiplier: float
-    """Factor of the output."""
 
 
 class _Norm(nn.Module):
@@ -153,14 +152,12 @@ def _rms_norm(hidden: Tensor, weight: Tensor, epsilon: float, one_plus: bool) ->
 def _rms_norm_backward(
     output_gradient: Tensor, hidden: Tensor, weight: Tensor, inverse: Tensor, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of the weight."""
     gradient, of_weight, along = _parts_of_gradient(output_gradient, hidden, weight, inverse, one_plus)
     return ((gradient - hidden * inverse * along) * inverse).to(hidden.dtype), of_weight
 
 
 @Pointwise
 def _norm_of_sum(hidden: Tensor, added: Tensor | None, multiplier: float, norm: Any, *more: Any) -> tuple[Tensor, ...]:
-    """The sum, its norm and the statistics of the norm."""
     total = hidden if added is None else torch.add(hidden, added, alpha=multiplier)
     return total, *norm(total, *more)
 

@@ -42,7 +42,6 @@ class WeightPart(NamedTuple):
     """The part of a weight that a rank holds."""
 
     shape: tuple[int, ...]
-    """Shape of the whole weight."""
     cut: int = 0
     """Dimension that ranks share."""
     start: int = 0

@@ -77,10 +77,8 @@ class Conversion:
     """The command for settings, and the settings that it leaves out."""
 
     flags: list[list[str]]
-    """Words of each flag of the trainer."""
 
     launch: list[list[str]]
-    """Words of each flag of the launcher."""
 
     remarks: Mapping[str, str]
     """Reasons by settings that the command leaves out, or expresses in another way."""
@@ -139,7 +137,6 @@ def convert(
 
 
 def _flags(fields: Fields) -> Iterator[list[str]]:
-    """Yield the words of each flag that is set."""
     for name, value in fields.items():
         words = [] if value is True else [str(each) for each in (value if isinstance(value, list) else [value])]
         if words and words[0].startswith("-"):  # argparse takes such a word for a flag.
@@ -334,7 +331,6 @@ GATED = ("swiglu", "geglu", "reglu", "bilinear", "glu")
     **{"intermediate_size": WHOLE, "expansion_factor": AMOUNT, "mlp_multiple_of": 1},
 )
 def _mlp(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
-    """Convert activation and width."""
     _at_most_one(neox, "intermediate_size", "expansion_factor", "size the MLP")
     engine, hidden_size = neox["te_layernorm_mlp"], fields.get("hidden_size", 0)
     known = OF_ENGINE if engine else ACTIVATIONS
@@ -610,7 +606,6 @@ def _switched(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fi
     **{"deepspeed_mpi": False, "num_nodes": INTEGER, "num_gpus": INTEGER, "master_port": 29500},
 )
 def _launch(file: SettingsFile, neox: Mapping[str, Any], fields: Fields) -> Fields:
-    """Convert how processes are started."""
     hosts, first, comment, launcher, slurm, mpi, nodes, devices, port = neox.values()
     if first is not None:
         check_host_name(first, "master_addr")
@@ -633,7 +628,6 @@ LAUNCH = (
     *("hostfile", "include", "exclude", "num_nodes", "num_accelerators", "master_addr", "master_port", "launcher"),
     "launcher_args",
 )
-"""Flags of the launcher."""
 
 _ZERO = {"reduce_bucket_size": COUNT, "allgather_bucket_size": COUNT} | dict.fromkeys(
     ("reduce_scatter", "contiguous_gradients"), SWITCH
@@ -661,4 +655,3 @@ SETTINGS = (
     *_refused("another-model", MODEL_CANNOT_BE_TRAINED),
     *_refused("another-training", TRAINING_CANNOT_BE_RUN),
 )
-"""Settings that are flags here, or are refused."""

@@ -21,9 +21,7 @@ class Bar:
     """One bar of a chart."""
 
     label: str
-    """Name of the bar, as text."""
     parts: Mapping[str, float]
-    """Amount of each part by its name."""
     figure: str
     limit: float | None = None
     """Limit that a line marks; None = no line."""
@@ -92,7 +90,6 @@ MEMORY_NAMES = {
     "buffers": "buffers",
     "framework": "framework",
 }
-"""Parts of memory in words."""
 
 
 _HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 150, 185, 27

@@ -38,13 +38,11 @@ DATA_FILES = (
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
     "per_split_data_args_path",
 )
-"""Fields of the data section with files."""
 
 OUTPUTS = (
     *("metrics_file", "report", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"),
     *("timeline", "timeline_iterations", "ledger_directory"),
 )
-"""Fields of the logging section with outputs."""
 
 ASSUMED_VOCABULARY = 50257
 """Tokens of a vocabulary without its file: as many as GPT-2 has."""
@@ -82,7 +80,6 @@ def absent_files(config: Config) -> Iterator[str]:
 
 
 def _tokenizer_files(config: Config) -> list[str]:
-    """Return the files of the tokenizer."""
     return [getattr(config.data, field) for field in TOKENIZER_FILES[config.data.tokenizer_type]]
 
 

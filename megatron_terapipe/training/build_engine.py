@@ -225,7 +225,6 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
 
 
 def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
-    """Return the engine of this rank, with new weights."""
     config, layout, trained = run.config, run.layout, run.trained
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
     # Products that cuBLAS splits into partial sums add them in fp32; torch lets it round them to bf16 or fp16.
@@ -303,7 +302,6 @@ def _layers_and_stages(run: Run, device: torch.device, ranks: ModelRanks) -> tup
 
 
 def _recomputation(run: Run, layers: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of the module for recomputation."""
     training, model = run.config.training, run.config.model
     if training.recompute_granularity != "full":
         return {"recompute_stages": training.recompute_granularity == "stage"}

@@ -137,7 +137,6 @@ def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: 
 
 
 def _other_parameters(file: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield parameters of the optimizer that ours does not have."""
     params = setting_of(file, "optimizer.params")
     for key in params if isinstance(params, Mapping) else ():
         if key not in ours["params"] and key not in BUILDERS:
@@ -249,7 +248,6 @@ def _preferred(config: Config) -> dict[str, Any]:
 
 
 def _zero(settings: DeepSpeedConfig) -> dict[str, Any]:
-    """Return ZeRO's settings of flags."""
     sizes = {
         "reduce_bucket_size": settings.zero_reduce_bucket_size,
         "allgather_bucket_size": settings.zero_allgather_bucket_size,

@@ -137,10 +137,8 @@ def check_evaluation(config: NumbersConfig, engine: TokenSlicePipelineEngine, na
 
 
 WINDOW = 100
-"""Values from which the bound is computed."""
 
 LEAST_VALUES = 20
-"""Least number of values for a bound."""
 
 SPREADS = 7.0
 """Spreads above the median at which a value is a spike. OLMo 2 (arXiv 2501.00656, section 3.1) counts losses that are 7

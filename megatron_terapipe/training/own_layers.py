@@ -162,7 +162,6 @@ def _digest(weight: Tensor) -> str:
 
 
 def _place(module: TokenSlicePipelineModule, name: str) -> str:
-    """Return a weight in words, with the layer that has it."""
     number, _, rest = name.partition(".")
     return f"{rest} of {module.data_entries.name(int(number))}" if number.isdecimal() else name
 

@@ -80,7 +80,6 @@ def pretrain(
 
 
 def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: EndOfRun, first_rank: FirstRank) -> None:
-    """Prepare the run, build its engine, and train."""
     launch, report = end.launch, OwnReport(config.logging)
     first, on_one_host = launch.rank == 0, launch.local_size == launch.world_size
     with watch_over(launch, config, report.write_end) as rank_watch:
@@ -158,7 +157,6 @@ def _measure(trained: TrainedModel, config: Config) -> Mapping[str, Any]:
 def _find_strategy(
     first_rank: FirstRank, trained: TrainedModel, config: Config, constraints: Constraints
 ) -> FoundStrategy:
-    """Return the strategy that the first rank finds."""
     # Imported where a search is needed: it loads torch.
     from megatron_terapipe.training.auto_plan import find_strategy
 

@@ -67,22 +67,17 @@ class Run:
     """The configuration, with the vocabulary size."""
     launch: LaunchEnvironment
     layout: ParallelLayout
-    """The parallel axes over the ranks."""
     tokenizer: Tokenizer
     datasets: DatasetSplits
-    """The samples of training, validation and test."""
     deepspeed_settings: dict[str, Any]
-    """The configuration of DeepSpeed."""
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and contents of the checkpoint to resume from, if there is one."""
     found: frozenset[str] = frozenset()
     """Fields of the configuration with values that the search found."""
     tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
-    """Settings by which the tokenizer was built."""
     ask: Ask | None = None
     """Asks the first rank for settings that flags leave open; None = this process searches."""
     trained: TrainedModel = field(default_factory=TrainedModel)
-    """Layers, loss and data."""
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:

@@ -142,7 +142,6 @@ class TrainingStep:
         return batch_size
 
     def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[float, float]:
-        """Return the loss, and the seconds of the step."""
         start = time.perf_counter()
         if self._logging.timeline is None or not any(iteration in run for run in self._measured):
             loss = self._engine.train_batch(batches).item()

@@ -48,7 +48,6 @@ class TrainedModel:
     loss: Loss | None = None
     """None for the cross-entropy of the next token."""
     datasets: Datasets | None = None
-    """None for the data of the flags."""
     program: str = "pretrain_gpt.py"
     """File that defines it, as messages and checkpoints name it."""
 

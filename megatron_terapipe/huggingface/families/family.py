@@ -34,7 +34,6 @@ class TensorNames:
     """The matrices to the hidden layer of the MLP: gate and gated half, separate or both in one."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
-    """The router of a layer of experts."""
     router_bias: str = "mlp.gate.e_score_correction_bias"
     """Its bias, the whole name."""
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
@@ -217,7 +216,6 @@ def _facts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _by_layer(values: Iterable[Any]) -> Any:
-    """Return the value that all layers have, or the values of all."""
     listed = tuple(values)
     return listed[0] if len(set(listed)) == 1 else listed
 
