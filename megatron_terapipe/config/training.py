@@ -275,13 +275,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRateSteps:
-    """Lengths of the warmup and of the whole, in iterations or in samples."""
+    """Lengths of the warmup, of the whole, and of the decay of WSD, in iterations or in samples."""
 
     warmup: float
     """Steps of the rise; not a whole number where it is given as a fraction or in tokens."""
 
     decay: float
     """Step at which the decay ends."""
+
+    wsd_decay: int
+    """0 without WSD."""
 
     @classmethod
     def of(cls, optimizer: OptimizerConfig, training: TrainingConfig, *, tokens_per_step: int) -> "LearningRateSteps":
@@ -295,7 +298,8 @@ class LearningRateSteps:
             warmup = optimizer.lr_warmup_fraction * decay
         if optimizer.lr_warmup_tokens is not None:
             warmup = optimizer.lr_warmup_tokens / tokens_per_step
-        return cls(warmup=warmup, decay=decay)
+        wsd_decay = optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters
+        return cls(warmup=warmup, decay=decay, wsd_decay=wsd_decay or 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

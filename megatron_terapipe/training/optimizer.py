@@ -95,35 +95,24 @@ class LearningRateSchedule:
     """
 
     optimizer: OptimizerConfig
-    """The shapes of warmup and decay."""
     max_lr: float
     min_lr: float
-    """Learning rate from the end of the decay."""
-    warmup_steps: float
-    """Steps of the warmup; may be fractional."""
-    decay_steps: float
-    """Step at which the decay ends."""
+    steps: LearningRateSteps
     samples_per_step: int
-    """Samples of a step, the unit of Megatron; it has an effect without warmup."""
-    wsd_decay_steps: int
-    """Steps of the decay at the end of WSD."""
+    """The unit of Megatron; it has an effect without warmup."""
 
     @classmethod
     def from_config(
         cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int, seq_length: int
     ) -> "LearningRateSchedule":
         """Return the schedule of a configuration."""
-        in_samples = training.unit == "samples"
-        samples_per_step = 1 if in_samples else global_batch_size
-        steps = LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length)
+        samples_per_step = 1 if training.unit == "samples" else global_batch_size
         return cls(
             optimizer=optimizer,
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
-            warmup_steps=steps.warmup,
-            decay_steps=steps.decay,
+            steps=LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length),
             samples_per_step=samples_per_step,
-            wsd_decay_steps=(optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters) or 0,
         )
 
     def at(self, step: int) -> float:
@@ -131,42 +120,35 @@ class LearningRateSchedule:
 
         As in Megatron, the first update of a run is `at(0)`, which is `lr_warmup_init` if there is a warmup.
         """
-        start, style = self.optimizer.lr_warmup_init, self.optimizer.lr_decay_style
-        if self.warmup_steps and step <= self.warmup_steps:
-            return start + (self.max_lr - start) * step / self.warmup_steps
+        start, style, warmup = self.optimizer.lr_warmup_init, self.optimizer.lr_decay_style, self.steps.warmup
+        if warmup and step <= warmup:
+            return start + (self.max_lr - start) * step / warmup
         if style == "constant":
             return self.max_lr
-        if step > self.decay_steps:
+        if step > self.steps.decay:
             return self.min_lr
         if style == "inverse-square-root":
             # Equal to max_lr at the end of the warmup, of any length.
-            warmup, now = (max(each * self.samples_per_step, 1) for each in (self.warmup_steps, step))
-            return max(self.min_lr, self.max_lr * sqrt(warmup / now))
+            risen, now = (max(each * self.samples_per_step, 1) for each in (warmup, step))
+            return max(self.min_lr, self.max_lr * sqrt(risen / now))
         return self.min_lr + self._remaining(step) * (self.max_lr - self.min_lr)
 
     def _remaining(self, step: int) -> float:
-        """Return the remaining part of the decay at a step, in [0, 1]."""
+        """Return the remaining part of the decay at a step after the warmup, in [0, 1]."""
         style: str = self.optimizer.lr_decay_style
+        begin, length = self.steps.warmup, self.steps.decay - self.steps.warmup
         if style == "WSD":
-            begin = self.decay_steps - self.wsd_decay_steps
-            if step <= begin:
-                return 1.0
-            style, progress = self.optimizer.lr_wsd_decay_style, (step - begin) / self.wsd_decay_steps
-        else:
-            progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        return _remaining(style, progress)
-
-
-def _remaining(style: str, progress: float) -> float:
-    """Return the remaining part of a decay in one of Megatron's shapes, at a progress in [0, 1]."""
-    if style == "linear":
-        return 1 - progress
-    if style == "cosine":
-        return (1 + cos(pi * progress)) / 2
-    if style == "exponential":
-        return 2 * 0.5**progress - 1
-    assert style == "minus_sqrt", style
-    return 1 - sqrt(progress)
+            style, length = self.optimizer.lr_wsd_decay_style, self.steps.wsd_decay
+            begin = self.steps.decay - length
+        progress = max(0.0, (step - begin) / length)
+        if style == "linear":
+            return 1 - progress
+        if style == "cosine":
+            return (1 + cos(pi * progress)) / 2
+        if style == "exponential":
+            return 2 * 0.5**progress - 1
+        assert style == "minus_sqrt", style
+        return 1 - sqrt(progress)
 
 
 def schedule_facts(optimizer: OptimizerConfig, training: TrainingConfig, *, tokens_per_step: int) -> dict[str, Any]:

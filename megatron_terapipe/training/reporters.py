@@ -222,49 +222,32 @@ class ProgressBar:
             self._bar.update()
 
 
-def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_size: int) -> dict[str, float]:
-    """Return the points of one iteration, by the name of their curve."""
-    points: dict[str, float | None] = {"lm loss": metrics.lm_loss, "grad-norm": metrics.grad_norm}
-    points["params-norm"] = metrics.params_norm
-    points["num-zeros"] = metrics.num_zeros_in_grad
-    if not logging.no_log_learning_rate_to_tensorboard:
-        points["learning-rate"] = metrics.learning_rate
-        points["decoupled-learning-rate"] = metrics.decoupled_learning_rate
-    if not logging.no_log_loss_scale_to_tensorboard:
-        points["loss-scale"] = metrics.loss_scale
-    if logging.log_batch_size_to_tensorboard:
-        points["batch-size"] = metrics.global_batch_size
-    if logging.log_world_size_to_tensorboard:
-        points["world-size"] = world_size
-    if logging.log_timers_to_tensorboard:
-        points["iteration-time"] = metrics.iteration_time_s
-        points["tokens-per-second"] = metrics.tokens_per_second
-        points["throughput"] = metrics.tflops_per_device
-        points["throughput-causal"] = metrics.tflops_per_device_causal
-        points["mfu"] = metrics.mfu
-        points["mfu-causal"] = metrics.mfu_causal
-        points |= {f"{name}-time": max(seconds) for name, seconds in (metrics.timers or {}).items()}
-    if logging.log_memory_to_tensorboard:
-        for stage, peak in enumerate(metrics.peak_memory_bytes or ()):
-            points[f"mem-max-allocated-bytes stage {stage}"] = peak
-    return {name: value for name, value in points.items() if value is not None}
-
-
-def evaluation_points(metrics: EvaluationMetrics, logging: LoggingConfig) -> dict[str, float]:
-    """Return the points of one evaluation, by the name of their curve."""
-    points = {f"lm loss {metrics.part}": metrics.lm_loss}
-    if logging.log_validation_ppl_to_tensorboard:
-        points[f"lm loss {metrics.part} ppl"] = metrics.perplexity
-    return points
-
-
 def points_of(line: Line, logging: LoggingConfig, world_size: int) -> dict[str, float]:
     """Return the points of a line, by the name of their curve; empty if none are due."""
     if isinstance(line, EvaluationMetrics):
-        return evaluation_points(line, logging)
-    if isinstance(line, IterationMetrics) and line.iteration % logging.tensorboard_log_interval == 0:
-        return iteration_points(line, logging, world_size)
-    return {}
+        perplexity = {f"lm loss {line.part} ppl": line.perplexity} if logging.log_validation_ppl_to_tensorboard else {}
+        return {f"lm loss {line.part}": line.lm_loss} | perplexity
+    if not isinstance(line, IterationMetrics) or line.iteration % logging.tensorboard_log_interval:
+        return {}
+    points: dict[str, float | None] = {"lm loss": line.lm_loss, "grad-norm": line.grad_norm}
+    points |= {"params-norm": line.params_norm, "num-zeros": line.num_zeros_in_grad}
+    if not logging.no_log_learning_rate_to_tensorboard:
+        points |= {"learning-rate": line.learning_rate, "decoupled-learning-rate": line.decoupled_learning_rate}
+    if not logging.no_log_loss_scale_to_tensorboard:
+        points["loss-scale"] = line.loss_scale
+    if logging.log_batch_size_to_tensorboard:
+        points["batch-size"] = line.global_batch_size
+    if logging.log_world_size_to_tensorboard:
+        points["world-size"] = world_size
+    if logging.log_timers_to_tensorboard:
+        points |= {"iteration-time": line.iteration_time_s, "tokens-per-second": line.tokens_per_second}
+        points |= {"throughput": line.tflops_per_device, "throughput-causal": line.tflops_per_device_causal}
+        points |= {"mfu": line.mfu, "mfu-causal": line.mfu_causal}
+        points |= {f"{name}-time": max(seconds) for name, seconds in (line.timers or {}).items()}
+    if logging.log_memory_to_tensorboard:
+        peaks = enumerate(line.peak_memory_bytes or ())
+        points |= {f"mem-max-allocated-bytes stage {stage}": peak for stage, peak in peaks}
+    return {name: value for name, value in points.items() if value is not None}
 
 
 class TensorBoard:

@@ -169,7 +169,7 @@ def test_both_are_megatrons_at_every_step(data: Any, style: str, wsd_style: str)
 def test_from_config(length: dict[str, int], settings: dict[str, float], steps: tuple[float, float]) -> None:
     section = OptimizerConfig(lr=2.0, min_lr=0.0, lr_decay_style="linear", **settings)
     rates = LearningRateSchedule.from_config(section, TrainingConfig(**length), global_batch_size=4, seq_length=8)
-    assert (rates.warmup_steps, rates.decay_steps, rates.max_lr) == (*steps, 2.0)
+    assert (rates.steps.warmup, rates.steps.decay, rates.max_lr) == (*steps, 2.0)
     assert rates.at(sum(steps) / 2) == pytest.approx(1.0)
 
 

@@ -25,9 +25,8 @@ from megatron_terapipe.training.reporters import (
     TensorBoard,
     WeightsAndBiases,
     evaluation_line,
-    evaluation_points,
     iteration_line,
-    iteration_points,
+    points_of,
     timer_lines,
     write_metrics,
 )
@@ -154,10 +153,10 @@ EVERYTHING = LoggingConfig(
 def test_flags_choose_the_points() -> None:
     plain = LoggingConfig()
     by_default = {"lm loss": ITERATION.lm_loss, "grad-norm": 1.25, "learning-rate": 1e-4}
-    assert iteration_points(ITERATION, plain, 4) == by_default
-    assert evaluation_points(TEST, plain) == {"lm loss test": 2.0}
+    assert points_of(ITERATION, plain, 4) == by_default
+    assert points_of(TEST, plain, 4) == {"lm loss test": 2.0}
     metrics = replace(ITERATION, loss_scale=8.0, params_norm=3.0, peak_memory_bytes=(10, 20))
-    assert iteration_points(metrics, EVERYTHING, 4) == by_default | {
+    assert points_of(metrics, EVERYTHING, 4) == by_default | {
         "params-norm": 3.0,
         "loss-scale": 8.0,
         "batch-size": 8,
@@ -171,13 +170,13 @@ def test_flags_choose_the_points() -> None:
         "mem-max-allocated-bytes stage 0": 10,
         "mem-max-allocated-bytes stage 1": 20,
     }
-    assert evaluation_points(EVALUATION, EVERYTHING)["lm loss validation ppl"] == pytest.approx(4.851652e8)
+    assert points_of(EVALUATION, EVERYTHING, 4)["lm loss validation ppl"] == pytest.approx(4.851652e8)
     measured = replace(ITERATION, num_zeros_in_grad=12, timers={"optimizer": (0.25, 0.5)})
-    points = iteration_points(measured, EVERYTHING, 4)
+    points = points_of(measured, EVERYTHING, 4)
     assert (points["num-zeros"], points["optimizer-time"]) == (12, 0.5)
-    assert "optimizer-time" not in iteration_points(measured, plain, 4)
+    assert "optimizer-time" not in points_of(measured, plain, 4)
     less = LoggingConfig(no_log_learning_rate_to_tensorboard=True, no_log_loss_scale_to_tensorboard=True)
-    assert iteration_points(replace(SKIPPED, loss_scale=8.0), less, 4) == {"lm loss": 9.0}
+    assert points_of(replace(SKIPPED, loss_scale=8.0), less, 4) == {"lm loss": 9.0}
 
 
 def test_tensorboard_files_hold_the_curves_over_iterations_and_over_samples(tmp_path: Path) -> None:
@@ -256,7 +255,7 @@ def test_weights_and_biases_gets_the_same_points(monkeypatch: pytest.MonkeyPatch
     (run,) = runs
     assert run.settings == {"project": "thin", "name": "first", "dir": None, "config": {"seed": 7}}
     assert run.logged == [
-        (7, iteration_points(ITERATION, logging, 1) | {"samples": 56}),
+        (7, points_of(ITERATION, logging, 1) | {"samples": 56}),
         (7, {"lm loss validation": 1000.0}),
     ]
     assert run.finished
