@@ -22,7 +22,6 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.experts import EXPERT_FIELDS
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.config.model import OF_TRAINING
 from megatron_terapipe.config.options import flag
@@ -163,14 +162,6 @@ class CheckpointInfo:
     """Fields that set learning rate and weight decay over the training, data and batch; earlier versions have fewer."""
     program: str | None = None
     """File of the program whose layers it has; None for the GPT's."""
-
-    def __post_init__(self) -> None:
-        if self.model.get("num_experts") is None:
-            # Versions without experts read the checkpoints of dense models, too.
-            of_experts = {"expert_parallel_size", *EXPERT_FIELDS}
-            for name in ("model", "layout"):
-                kept = {key: value for key, value in getattr(self, name).items() if key not in of_experts}
-                object.__setattr__(self, name, kept)
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":

@@ -118,8 +118,8 @@ class TokenizerRecord:
     """Hash of its first ids; with the size it shows that the record is of this data."""
     first_text: str | None
     """Hash of the text of these ids; None if they have none."""
-    sha256: str | None = None
-    """Hash of the data file; None in a record of an older version."""
+    sha256: str
+    """Hash of the data file."""
 
     @classmethod
     def of(cls, prefix: str | Path, tokenizer: Tokenizer, sha256: str, *, ends: bool) -> Self:
@@ -187,7 +187,7 @@ def check_tokenizer_records(
     """Check all datasets that have a record of their tokenizer; `verifies` also compares files with their hashes."""
     for prefix in prefixes:
         record, data = TokenizerRecord.read(prefix), data_file(prefix)
-        if verifies and (record is None or record.sha256 is None):
+        if verifies and record is None:
             print(f"warning: {data} was not verified: preprocess has written no hash of it", file=sys.stderr)
         elif verifies and record is not None and record.sha256 != _hash_of_file(data):
             raise DataError(
@@ -202,8 +202,8 @@ def check_tokenizer_records(
 
 
 def _is_record(found: dict[str, Any]) -> bool:
-    types = {"vocab_size": int, "num_bytes": int, "eod": int | None, "first_text": str | None, "sha256": str | None}
-    return found.keys() | {"sha256"} == {each.name for each in fields(TokenizerRecord)} and all(
+    types = {"vocab_size": int, "num_bytes": int, "eod": int | None, "first_text": str | None}
+    return found.keys() == {each.name for each in fields(TokenizerRecord)} and all(
         isinstance(value, types.get(name, str)) and not isinstance(value, bool) for name, value in found.items()
     )
 

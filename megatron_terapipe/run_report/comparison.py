@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from deepspeed_ext.plan.draw import Panel
-from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.measured import Comparison, alike, name_of, read_steps
 from deepspeed_ext.plan.text_files import parse_json, read_text
@@ -132,12 +132,7 @@ def read_prediction(path: Path, start: RunStart) -> Prediction:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
         raise ConfigError(f"{path} is not an answer of `search rank` or `predict` ({reason}): write it again") from None
-    ran = None
-    if start.strategy is not None:
-        try:
-            ran = Strategy.from_json(start.strategy)
-        except UserError:  # of a later version with more dimensions
-            ran = None
+    ran = None if start.strategy is None else Strategy.from_json(start.strategy)
 
     def differences(entry: PricedStrategy) -> list[str]:
         if ran is None:

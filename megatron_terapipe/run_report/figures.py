@@ -7,7 +7,6 @@ from math import isfinite
 from statistics import fmean, median, median_high, quantiles
 from typing import Literal, get_args
 
-from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.metrics_file import Part, Piece, TrainingRun
 from megatron_terapipe.search.answer.figures import strategy_text, time_text
 from megatron_terapipe.training.records import (
@@ -207,12 +206,7 @@ def listed(found: Sequence[Incident], most_of_kind: int) -> list[tuple[str, str]
 
 def strategy_line(start: RunStart) -> str:
     """Return the strategy in one line; empty if it is unknown."""
-    if start.strategy is None:
-        return ""
-    try:
-        return strategy_text(start.strategy)
-    except UserError:  # of a later version
-        return ""
+    return "" if start.strategy is None else strategy_text(start.strategy)
 
 
 def _of_pieces(run: TrainingRun) -> Iterator[tuple[int, Incident]]:
