@@ -77,7 +77,6 @@ from megatron_terapipe.search.answer.other_trainers import Rival, best_rival
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.machine.trainers import ALST
-from megatron_terapipe.search.price.batch import StrategyBatch
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.price.workload_files import read_workload
@@ -517,12 +516,11 @@ def causal_mfu(strategy: Strategy, pricing: Pricing, time_s: float) -> float:
 
 def _ours(winner: Ranked, pricing: Pricing, could_save: float) -> Ours:
     assert winner.prediction is not None
-    batch = StrategyBatch.of([pricing.cost_model], [winner.strategy])
     simulated_s = winner.prediction.iteration_time_s
     return Ours(
         strategy=strategy_text(winner.strategy),
         simulated_s=simulated_s,
-        closed_form_s=float(batch.times(pricing.cost_model.efficiency)[0]),
+        closed_form_s=float(pricing.cost_model.closed_form_s(winner.strategy)[0]),
         device_bytes=winner.prediction.peak_memory_bytes,
         host_bytes=host_bytes(winner.strategy, pricing),
         mfu_causal=causal_mfu(winner.strategy, pricing, simulated_s),

@@ -196,11 +196,11 @@ def few_trials(argv: Sequence[str] | None = None) -> None:
     ]
     sample, prior = Sample(trials), uncalibrated()
     ratio = sample.simulated_ratio(HardwareEfficiency())
-    slopes = sample.batches.slopes(HardwareEfficiency(), prior.parameter_names)
+    slopes = sample.slopes(HardwareEfficiency(), prior.parameter_names)
 
     def mape(rows: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
         efficiency = fit_efficiency(Sample([trials[row] for row in rows])).efficiency
-        return float(np.abs(np.expm1(sample.errors(sample.batches.times(efficiency) * ratio)[held_out])).mean())
+        return float(np.abs(np.expm1(sample.errors(sample.times(efficiency) * ratio)[held_out])).mean())
 
     found: dict[str, list[float]] = {"designed": [], "random": []}
     for round_number in range(options.rounds):

@@ -32,11 +32,9 @@ from megatron_terapipe.search.answer.json_documents import (
 )
 from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.batch import StrategyBatches
-from megatron_terapipe.search.price.cost_model import CostModel, Pricing
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing, times_with
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
-from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.rank.search import NEARLY_AS_FAST, Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
@@ -55,7 +53,7 @@ STEPS = 24  # bandwidths that are tried either way
 def sensitivity(contenders: Sequence[Ranked], pricing: Pricing, calibration: Calibration) -> SensitivityPart:
     """Return the constants that, moved by their uncertainty, make another contender better than the first."""
     model = pricing.cost_model
-    constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
+    constants = model.constants
     widths = widths_of(constants, calibration)
     bandwidths: list[float] = []
     if isinstance(constants, HardwareEfficiency) and len(model.cluster.nodes) > 1 and not calibration.knows_network:
@@ -95,11 +93,6 @@ def widths_of(constants: Any, calibration: Calibration) -> dict[str, float]:
     return found
 
 
-def with_constants(model: CostModel, constants: HardwareEfficiency | ProfileFactors) -> CostModel:
-    """Return the cost model with other constants of the roofline, or with factors on its profile."""
-    return model.with_factors(constants) if isinstance(constants, ProfileFactors) else model.with_efficiency(constants)
-
-
 Move = tuple[str, float, Any]  # name of a constant, the change of its logarithm, and all constants with this change
 
 
@@ -119,10 +112,7 @@ def moves_of(constants: Any, widths: Mapping[str, float]) -> Iterator[Move]:
 def _times(contenders: Sequence[Ranked], model: CostModel, constants: Sequence[Any]) -> Floats:
     """[m, n] seconds of n contenders with each of m sets of constants, about."""
     strategies = [entry.strategy for entry in contenders]
-    if not isinstance(model.op_times, Roofline):
-        models = [with_constants(model, each) for each in constants]
-        return np.array([[each.predict_time(one).iteration_time_s for one in strategies] for each in models])
-    found = StrategyBatches([model] * len(strategies), strategies).times_with([model.efficiency, *constants])
+    found = times_with([model] * len(strategies), strategies, [model.constants, *constants])
     simulated = [entry.iteration_time_s for entry in contenders]
     return np.asarray(found[1:] * (simulated / found[0]))
 
@@ -133,7 +123,7 @@ def _change(contenders: Sequence[Ranked], model: CostModel, move: Move, times: F
     best = int(np.argmin(times))
     if times[best] >= times[0] / (1 + NEARLY_AS_FAST):
         return None
-    then, other = with_constants(model, constants), contenders[best].strategy
+    then, other = model.with_constants(constants), contenders[best].strategy
     winner_s, best_s = (then.predict_time(one).iteration_time_s for one in (contenders[0].strategy, other))
     regret = winner_s / best_s - 1
     return _other(name, logarithm, other, regret) if regret > NEARLY_AS_FAST else None

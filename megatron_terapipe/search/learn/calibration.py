@@ -43,8 +43,7 @@ from megatron_terapipe.search.learn.fit import (
 )
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.batch import StrategyBatches
-from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.cost_model import CostModel, log_slopes
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed, moved
 from megatron_terapipe.search.price.layer_times import OpTimes, RememberedTimes
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes
@@ -355,17 +354,8 @@ class Calibration:
 
     def slopes(self, model: CostModel, strategies: Sequence[Strategy]) -> Floats:
         """[n, p] slopes of the logarithm of each time in the logarithm of each constant, as `intervals` counts them."""
-        if self.factors is None:
-            return StrategyBatches([model] * len(strategies), strategies).slopes(
-                model.efficiency, self.intervals.parameter_names
-            )
-        known = model.with_efficiency(model.efficiency, RememberedTimes(model.op_times))
-        return _factor_slopes(
-            lambda factors: np.log(
-                [known.with_factors(factors).predict_time(one).iteration_time_s for one in strategies]
-            ),
-            ProfileFactors(),
-        )
+        constants = model.efficiency if self.factors is None else ProfileFactors()
+        return log_slopes([model] * len(strategies), strategies, constants, self.intervals.parameter_names)
 
 
 KERNELS = frozenset({"gemm_efficiency", "gemm_area", "attention_efficiency", "fused_attention", "memory_efficiency"})
@@ -401,8 +391,8 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
 def _judged(sample: Sample, fitted: FittedEfficiency, seen: NDArray[np.bool_]) -> dict[str, Any]:
     """Return constants and their intervals; defaults and a note where fits without a group predict it worse."""
     efficiency, prior, groups = fitted.efficiency, Prior.of(HardwareEfficiency()), fitted.groups.some(seen)
-    errors = sample.errors(sample.batches.times(efficiency) * sample.simulated_ratio(efficiency))[seen]
-    slopes = sample.batches.slopes(efficiency, prior.names)[seen]
+    errors = sample.errors(sample.times(efficiency) * sample.simulated_ratio(efficiency))[seen]
+    slopes = sample.slopes(efficiency, prior.names)[seen]
     variances = max(fitted.residual_sd, NOISE) ** 2 / weights_of(errors / NOISE, LARGE)
     unseen_errors, _ = groups.unseen(errors, slopes, variances, prior.widths)
     after, before = (groups.means(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
@@ -474,7 +464,7 @@ def calibrate_on_profile(
         logs = np.zeros(len(FACTORS.names))
 
         def log_times(factors: ProfileFactors) -> Floats:
-            return np.asarray(np.log(sample.simulated(lambda model: model.with_factors(factors))))
+            return np.asarray(np.log(sample.simulated(lambda model: model.with_constants(factors))))
 
         for _ in range(LINES):
             times = log_times(FACTORS.at(logs))

@@ -38,7 +38,7 @@ hundreds of trials of one kind are one group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -46,8 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.learn.trials import Trial, models_of
-from megatron_terapipe.search.price.batch import StrategyBatches
-from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.cost_model import CostModel, log_slopes, times_with
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
@@ -177,10 +176,13 @@ class Sample:
         """Number of trials."""
         return len(self.trials)
 
-    @cached_property
-    def batches(self) -> StrategyBatches:
-        """The strategies, to be priced in closed form."""
-        return StrategyBatches(self.models, [one.strategy for one in self.trials])
+    def times(self, constants: Any) -> Floats:
+        """[n] seconds in closed form."""
+        return times_with(self.models, [one.strategy for one in self.trials], [constants])[0]
+
+    def slopes(self, constants: Any, names: Sequence[str]) -> Floats:
+        """[n, p] of the logarithms of times in the logarithm of each named constant."""
+        return log_slopes(self.models, [one.strategy for one in self.trials], constants, names)
 
     def simulated(self, change: Callable[[CostModel], CostModel]) -> Floats:
         """[n] seconds on the schedule, by other constants."""
@@ -194,7 +196,7 @@ class Sample:
 
     def simulated_ratio(self, efficiency: HardwareEfficiency) -> Floats:
         """[n] simulated over closed-form seconds: constants hardly change it, and it is slow to compute."""
-        return self.simulated(lambda model: model.with_efficiency(efficiency)) / self.batches.times(efficiency)
+        return self.simulated(lambda model: model.with_constants(efficiency)) / self.times(efficiency)
 
     def errors(self, times_s: Floats) -> Floats:
         """Errors [n], log(predicted / measured) of times [n]; zero where a cut-off run is predicted to take longer."""
@@ -294,13 +296,13 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
         return FittedEfficiency(prior.start, NOISE, groups, kinds, np.zeros(0))
 
     def errors_at(logs: Floats) -> Floats:
-        return sample.errors(sample.batches.times(prior.at(logs)) * ratio)
+        return sample.errors(sample.times(prior.at(logs)) * ratio)
 
     found = np.zeros(len(prior.names))
     for step in range(STEPS):
         if step < SIMULATIONS:
             ratio = sample.simulated_ratio(prior.at(found))
-        slopes = sample.batches.slopes(prior.at(found), prior.names)
+        slopes = sample.slopes(prior.at(found), prior.names)
         errors = errors_at(found)
         if step == 0:
             errors_before = errors

@@ -160,7 +160,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
     else:
         model = cost_model_on(profile, first, MeasuredProfile(profile), calibration.efficiency)
     if calibration.factors is not None:
-        model = model.with_factors(calibration.factors)
+        model = model.with_constants(calibration.factors)
     memory_overheads = calibration.memory_overheads or default_overheads(first.cluster, first.software)
     capacity = device_memory_bytes(first) * memory_overheads.usable_share
     times_s = [

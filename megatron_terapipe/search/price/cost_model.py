@@ -21,17 +21,30 @@ from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, reachable_bandwidth
-from megatron_terapipe.search.price.layer_times import OpSizes, OpTimes, ScaledTimes
+from megatron_terapipe.search.price.efficiency import (
+    HardwareEfficiency,
+    ProfileFactors,
+    moved,
+    reachable_bandwidth,
+    side_by_side,
+)
+from megatron_terapipe.search.price.layer_times import OpSizes, OpTimes, ScalarOrArray, ScaledTimes
 from megatron_terapipe.search.price.links import (
     BoundaryLinks,
     ClusterTable,
     LayerLinks,
     RankGroups,
+    ShardLinks,
     sending_s,
     transfer_bandwidth,
+    transfer_s,
 )
-from megatron_terapipe.search.price.makespan import ScheduleSimulator, SimulatedTime, closed_form_of
+from megatron_terapipe.search.price.makespan import (
+    ScheduleSimulator,
+    SimulatedTime,
+    pipeline_time,
+    slowest_rank_and_rest,
+)
 from megatron_terapipe.search.price.memory import (
     MemoryModel,
     MemoryOverheads,
@@ -167,18 +180,24 @@ class CostModel:
         self._table = ClusterTable.of(self.cluster)
         self._known_groups: dict[ParallelLayout, RankGroups] = {}
 
-    def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
-        """Return this cost model with other constants; orders, groups and counts are shared."""
-        if op_times is None:
-            same = self.op_times
-            op_times = replace(same, efficiency=efficiency) if isinstance(same, Roofline) else same
-        model = replace(self, efficiency=efficiency, op_times=op_times)
+    @property
+    def constants(self) -> HardwareEfficiency | ProfileFactors:
+        """The constants that its times depend on: of the roofline, or factors on the profile."""
+        return self.efficiency if isinstance(self.op_times, Roofline) else ProfileFactors()
+
+    def with_constants(self, constants: HardwareEfficiency | ProfileFactors) -> "CostModel":
+        """Return this cost model with other constants, or with factors on the times of its profile.
+
+        Orders, groups and counts are shared. Constants that are `side_by_side` are for `closed_form_s`.
+        """
+        op_times = self.op_times
+        if isinstance(constants, ProfileFactors):
+            op_times, constants = ScaledTimes(op_times, constants.ops), constants.efficiency(self.efficiency)
+        elif isinstance(op_times, Roofline):
+            op_times = replace(op_times, efficiency=constants)
+        model = replace(self, efficiency=constants, op_times=op_times)
         model.counter, model._table, model._known_groups = self.counter, self._table, self._known_groups
         return model
-
-    def with_factors(self, factors: ProfileFactors) -> "CostModel":
-        """Return the cost model of training, from one with the times of a profile."""
-        return self.with_efficiency(factors.efficiency(self.efficiency), ScaledTimes(self.op_times, factors.ops))
 
     def predict_time(
         self,
@@ -206,59 +225,104 @@ class CostModel:
             """Time with the devices and links of one kind of replica."""
             same = replace(placed, groups=groups)
             stages = self.stage_ops(same)
-            costs = self._costs(same, stages)
+            ops = self._with_messages(same, stages)
             if activation_limit is not None and strategy.schedule == "zero-bubble":
-                simulated = closed_form_of(shape, costs, activation_limit)
+                (makespan,) = self._makespan_s(same, ops, activation_limit).tolist()
+                simulated = SimulatedTime(makespan, makespan, notes=("the order of ops is priced in closed form",))
             else:
                 simulated = self.simulator.simulate(
                     strategy.schedule,
                     shape,
-                    costs,
+                    self._costs(same, ops),
                     token_slices=strategy.cut(self.workload.seq_length),
                     memory_limit=memory_limit,
                     host_copies=self.host_copy_settings(placed) if strategy.offload else None,
                 )
-            return self._prediction(placed, shape, stages, costs, simulated)
+            return self._prediction(placed, shape, stages, ops, simulated)
 
         # A replica is a pipeline of its own until gradients are reduced, which waits for the slowest.
         return max(map(of_replicas, placed.groups.by_replica), key=lambda time: time.iteration_time_s)
 
+    def closed_form_s(self, strategy: Strategy) -> Floats:
+        """Return the seconds of an iteration in closed form, with each of m sets of constants: [m].
+
+        The real schedule takes a few per cent longer or shorter, with all of them alike.
+        """
+        placed = self.placed(strategy)
+
+        def of_replicas(groups: RankGroups) -> Floats:
+            same = replace(placed, groups=groups)
+            stages = self.stage_ops(same)
+            ops = self._with_messages(same, stages)
+            step = self.step(placed.counts, placed.groups, *placed.zero)
+            reduction = self._shown_reduction_s(placed, step, stages, ops)
+            ends = sum(np.max(each, axis=0) for each in (reduction, step.shared_weight, step.optimizer))
+            return np.asarray(self._makespan_s(same, ops) + ends + self.efficiency.iteration_s)
+
+        return np.maximum.reduce([of_replicas(groups) for groups in placed.groups.by_replica])
+
+    def _makespan_s(self, placed: PlacedStrategy, ops: Floats, activation_limit: float = 1.0) -> Floats:
+        """[m] seconds of the ops [4, stages, S, m] of an iteration, in closed form."""
+        strategy, shape = placed.strategy, pipeline_shape(placed.strategy)
+        slowest, others = slowest_rank_and_rest(strategy.schedule, _by_rank(ops, shape.num_ranks))
+        travelling: ScalarOrArray = 0.0
+        if self._sends_under_ops(strategy):
+            num_bytes, links = self.messages(placed)
+            there = transfer_s(
+                num_bytes[: shape.num_ranks - 1, :1], links.at(np.s_[: shape.num_ranks - 1]), self.efficiency
+            )
+            travelling = 2 * np.sum(there, axis=0)
+        found = pipeline_time(
+            strategy.schedule,
+            num_ranks=shape.num_ranks,
+            num_micro_batches=shape.num_micro_batches,
+            num_token_slices=shape.num_token_slices,
+            num_model_chunks=shape.num_model_chunks,
+            slowest=slowest,
+            others=others,
+            travelling_s=travelling,
+            activation_limit=activation_limit,
+        )
+        return np.asarray(found)
+
+    def _shown_reduction_s(self, placed: PlacedStrategy, step: StepCosts, stages: Floats, ops: Floats) -> Floats:
+        """[P, m] seconds of reductions and gathers that no op hides; ops as `_prediction` has them."""
+        ranks, schedule = placed.strategy.pipeline_parallel_size, placed.strategy.schedule
+        alone, split = _by_rank(stages, ranks), schedule in SPLIT_SCHEDULES
+        covering = CoveringOps(
+            completing=ops[WEIGHT_GRADIENT if split else BACKWARD, :ranks, 0],
+            forward=alone[FORWARD],
+            backward=alone[INPUT_GRADIENT] + alone[WEIGHT_GRADIENT] if split else alone[BACKWARD],
+            layers=placed.counts.first_stage.sum(axis=1)[:, None],
+            num_micro_batches=placed.strategy.num_micro_batches,
+        )
+        communication, cool_down_s = self.software.communication, covering.cool_down_s(drains=not split)
+        return np.asarray(
+            exposed_reduction_s(
+                step, covering, communication, self.efficiency, cool_down_s, zero_stage=placed.strategy.zero_stage
+            )
+        )
+
     def _prediction(
-        self, placed: PlacedStrategy, shape: PipelineShape, stages: Floats, costs: OpCosts, simulated: SimulatedTime
+        self, placed: PlacedStrategy, shape: PipelineShape, stages: Floats, ops: Floats, simulated: SimulatedTime
     ) -> Prediction:
         """Put the times of a prediction together, with the breakdown of the busiest pipeline rank.
 
         Args:
-            stages: [7 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
-            costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
+            stages: [7 parts of `StageOps`, stages, S, 1] seconds of the ops of one micro-batch, without messages.
+            ops: [4, stages, S, 1] the same with messages that block and the gaps of the executor.
         """
-        zero_stage = placed.strategy.zero_stage
-        step = self.step(placed.counts, placed.groups, zero_stage, placed.strategy.zero_shard_size)
         ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
-        split = costs.weight_gradient is not None
-
-        def by_rank(seconds: Floats) -> Floats:
-            """Sum [stages, S] over the stages of each rank, and over token slices: [P]."""
-            return np.asarray(seconds.sum(axis=1).reshape(-1, ranks).sum(axis=0))
-
-        backward = stages[INPUT_GRADIENT] + stages[WEIGHT_GRADIENT] if split else stages[BACKWARD]
-        op_s = (2 + split) * self.efficiency.op_s * shape.num_token_slices * shape.num_model_chunks
-        computing = by_rank(stages[FORWARD] + backward) + op_s
-        reducing, exchanging, routing = map(by_rank, stages[[TENSOR_PARALLEL, HEAD_EXCHANGE, EXPERT_EXCHANGE]])
-        tables = [costs.forward, costs.backward, *([] if costs.weight_gradient is None else [costs.weight_gradient])]
-        busy = by_rank(np.sum(tables, axis=0))
+        split = placed.strategy.schedule in SPLIT_SCHEDULES
+        running = [FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT] if split else [FORWARD, BACKWARD]
+        alone = _by_rank(stages, ranks)[..., 0]
+        op_s = len(running) * self.efficiency.op_s * shape.num_token_slices * shape.num_model_chunks
+        computing = alone[running].sum(axis=0) + op_s
+        reducing, exchanging, routing = alone[[TENSOR_PARALLEL, HEAD_EXCHANGE, EXPERT_EXCHANGE]]
+        busy = _by_rank(ops[running].sum(axis=0, keepdims=True), ranks)[0, :, 0]
         busiest = int(np.argmax(busy))
-        covering = CoveringOps(
-            completing=np.array(costs.weight_gradient or costs.backward)[:ranks, 0],
-            forward=by_rank(stages[FORWARD]),
-            backward=by_rank(backward),
-            layers=placed.counts.first_stage.sum(axis=1),
-            num_micro_batches=micro_batches,
-        )
-        cool_down_s = covering.cool_down_s(drains=not split)
-        reduction = exposed_reduction_s(
-            step, covering, self.software.communication, self.efficiency, cool_down_s, zero_stage=zero_stage
-        )
+        step = self.step(placed.counts, placed.groups, *placed.zero)
+        reduction = self._shown_reduction_s(placed, step, stages, ops)
         blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
         waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
         copying = min(simulated.host_copy_s, waiting)
@@ -294,7 +358,8 @@ class CostModel:
         """[P] seconds of messages that cross nodes, hidden or not; `shared`: [P] of ranks that share a layer."""
         layout, groups = placed.strategy.layout, placed.groups
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
-        found = np.where(np.greater(groups.data.num_nodes, 1), step.gradient_reduction + step.weight_gather, 0.0)
+        reducing = np.ravel(step.gradient_reduction + step.weight_gather)
+        found = np.where(np.greater(groups.data.num_nodes, 1), reducing, 0.0)
         for size, name, seconds in zip(sizes, ("tensor", "sequence", "expert"), shared, strict=True):
             if size > 1:
                 found = found + micro_batches * seconds * np.greater(getattr(groups, name).num_nodes, 1)
@@ -318,7 +383,7 @@ class CostModel:
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Return the seconds of ops per stage and token slice, and of messages, as the plan reads them."""
         placed = self.placed(strategy)
-        return self._costs(placed, self.stage_ops(placed))
+        return self._costs(placed, self._with_messages(placed, self.stage_ops(placed)))
 
     def host_copy_settings(self, placed: PlacedStrategy) -> HostCopySettings:
         """Return the bytes of a strategy that may wait on hosts, and the bandwidth, for timelines in seconds."""
@@ -360,8 +425,8 @@ class CostModel:
         return self._known_groups[layout]
 
     def stage_ops(self, placed: PlacedStrategy) -> Floats:
-        """Return the seconds of the ops of one micro-batch, without messages: [7 parts of `StageOps`, stages, S]."""
-        shares = placed.shares
+        """Return the seconds of the ops of one micro-batch, without messages: [7 parts of `StageOps`, stages, S, m]."""
+        shares = placed.shares[:, None]
         sizes = op_sizes(placed.strategy, shares[:-1], shares[1:])
         return self.priced_stages(placed, sizes, key=(*placed.key, shares.tobytes()))
 
@@ -374,10 +439,10 @@ class CostModel:
         whole: int | None = None,
         key: tuple[object, ...] | None = None,
     ) -> Floats:
-        """Return the seconds of the ops of stages for T token slices: [7 parts of `StageOps`, stages, T].
+        """Return the seconds of the ops of stages for T token slices: [7 parts of `StageOps`, stages, T], or [..., m].
 
         Args:
-            sizes: arrays of [T].
+            sizes: arrays of [T], or [T, 1] for m sets of constants.
             stages: the stages to price; None = all.
             whole: the token slice that is the whole sequence; None = all T together are.
             key: identity of the sizes, to cache the times of layers; None = without cache.
@@ -385,13 +450,16 @@ class CostModel:
         counts = placed.counts.per_stage if stages is None else placed.counts.per_stage[stages]
         ranks = np.arange(len(counts)) if stages is None else np.array(stages)
         ranks = ranks % placed.strategy.pipeline_parallel_size
-        out = np.empty((len(StageOps._fields), len(counts), len(np.atleast_1d(sizes.start))))
+        found = []
         for kind in placed.groups.kinds:
             rows = np.flatnonzero(np.isin(ranks, kind.ranks))
             per_device = [stage_ops(counts[rows], self._ops(device, kind.links, sizes, key)) for device in kind.devices]
             forward_backward = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
-            whole_s = [each.sum(axis=-1) if whole is None else each[:, whole] for each in forward_backward]
-            out[:, rows] = on_slowest_device(per_device, [each[:, None] for each in whole_s])
+            whole_s = [each.sum(axis=1) if whole is None else each[:, whole] for each in forward_backward]
+            found.append((rows, on_slowest_device(per_device, [each[:, None] for each in whole_s])))
+        out = np.empty((len(StageOps._fields), len(counts), *found[0][1].shape[2:]))
+        for rows, ops in found:
+            out[:, rows] = ops
         return out
 
     def _ops(self, device: Device, links: LayerLinks, sizes: OpSizes, key: tuple[object, ...] | None) -> Floats:
@@ -415,28 +483,34 @@ class CostModel:
         ranks = np.arange(len(last))[:, None] % strategy.pipeline_parallel_size
         return self.element_bytes * (outputs + extra), placed.groups.pipe.at(ranks)
 
-    def _costs(self, placed: PlacedStrategy, stages: Floats) -> OpCosts:
-        strategy = placed.strategy
-        split = strategy.schedule in SPLIT_SCHEDULES
-        kinds = [FORWARD, INPUT_GRADIENT if split else BACKWARD, WEIGHT_GRADIENT]
-        forward, backward, weight = stages[kinds] + self.efficiency.op_s
-        transfer: float | TransferCosts = 0.0
-        if strategy.pipeline_parallel_size > 1:
-            if self.software.communication.overlaps_transfers:
-                transfer = self._transfers(placed)
-            else:
-                num_bytes, links = self.messages(placed)
-                sending = sending_s(
-                    num_bytes,
-                    links,
-                    placed.groups.tensor.at(np.arange(len(num_bytes))[:, None] % strategy.pipeline_parallel_size),
-                    self.efficiency,
-                    in_parts=self.software.communication.shares_transfers and not strategy.sequence_parallel,
-                )
-                # Both ends wait for a message: the sender's next op does not start before it has left.
-                forward[:-1] += sending
-                backward[1:] += sending
-        return OpCosts(_table(forward), _table(backward), _table(weight) if split else None, transfer)
+    def _sends_under_ops(self, strategy: Strategy) -> bool:
+        return strategy.pipeline_parallel_size > 1 and self.software.communication.overlaps_transfers
+
+    def _with_messages(self, placed: PlacedStrategy, stages: Floats) -> Floats:
+        """[4, stages, S, m] seconds of ops [7, stages, S, m], with the executor's gaps and messages that block."""
+        strategy, ops = placed.strategy, stages[: WEIGHT_GRADIENT + 1] + self.efficiency.op_s
+        if strategy.pipeline_parallel_size > 1 and not self._sends_under_ops(strategy):
+            num_bytes, links = self.messages(placed)
+            ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
+            sending = sending_s(
+                num_bytes[:, :, None],
+                links.at(np.s_[:, :, None]),
+                placed.groups.tensor.at(ranks[:, None, None]),
+                self.efficiency,
+                in_parts=self.software.communication.shares_transfers and not strategy.sequence_parallel,
+            )
+            # Both ends wait for a message: the sender's next op does not start before it has left.
+            ops[FORWARD, :-1] += sending
+            ops[BACKWARD, 1:] += sending
+            ops[INPUT_GRADIENT, 1:] += sending
+        return ops
+
+    def _costs(self, placed: PlacedStrategy, ops: Floats) -> OpCosts:
+        """The same for the simulator; of one set of constants."""
+        split = placed.strategy.schedule in SPLIT_SCHEDULES
+        forward, whole, of_input, of_weight = (tuple(map(tuple, each.tolist())) for each in ops[..., 0])
+        transfer = self._transfers(placed) if self._sends_under_ops(placed.strategy) else 0.0
+        return OpCosts(forward, of_input if split else whole, of_weight if split else None, transfer)
 
     def _transfers(self, placed: PlacedStrategy) -> TransferCosts:
         num_bytes, links = self.messages(placed)
@@ -452,24 +526,47 @@ class CostModel:
     def step(
         self, counts: LayerCounts, groups: RankGroups, zero_stage: int, zero_shard_size: int | None = None
     ) -> StepCosts:
-        """Return the end of the iteration, arrays of [P] seconds."""
+        """Return the end of the iteration, arrays of [P, m] seconds, without overlap."""
+        column = np.s_[:, None]
         return step_costs(
-            counts.parameters,
-            counts.shared_parameters,
-            groups.shards(zero_shard_size),
+            counts.parameters[column],
+            counts.shared_parameters[column],
+            ShardLinks(*(each.at(column) for each in groups.shards(zero_shard_size))),
             groups.ends.at(0),
-            np.array([min(map(reachable_bandwidth, devices)) for devices in groups.devices]),
+            np.array([[min(map(reachable_bandwidth, devices))] for devices in groups.devices]),
             zero_stage=zero_stage,
             precision=self.precision,
             software=self.software,
             efficiency=self.efficiency,
-            expert_parameters=counts.expert_parameters,
-            expert_topology=groups.expert_copies,
+            expert_parameters=counts.expert_parameters[column],
+            expert_topology=groups.expert_copies.at(column),
         )
 
 
-def _table(times: Floats) -> tuple[tuple[float, ...], ...]:
-    return tuple(map(tuple, times.tolist()))
+def _by_rank(ops: Floats, ranks: int) -> Floats:
+    """[parts, stages, S, m] seconds, summed over the stages of each rank and over token slices: [parts, P, m]."""
+    whole = ops.sum(axis=2)
+    return np.asarray(whole.reshape(len(ops), -1, ranks, whole.shape[-1]).sum(axis=1))
+
+
+def times_with(models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Sequence[Any]) -> Floats:
+    """Return seconds in closed form of n strategies, each by its model, with each of m sets of constants: [m, n]."""
+    joined = side_by_side(constants)
+    changed = {id(model): model.with_constants(joined) for model in {id(model): model for model in models}.values()}
+    times = (changed[id(model)].closed_form_s(one) for model, one in zip(models, strategies, strict=True))
+    return np.stack([np.broadcast_to(each, len(constants)) for each in times], axis=1)
+
+
+STEP = 0.02
+"""Change of a constant's logarithm over which the slope is taken."""
+
+
+def log_slopes(
+    models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Any, names: Sequence[str]
+) -> Floats:
+    """Return the change of the logarithms of times with the logarithm of each named constant: [n, p]."""
+    logs = np.log(times_with(models, strategies, [constants, *(moved(constants, [name], STEP) for name in names)]))
+    return np.asarray((logs[1:] - logs[0]).T / STEP)
 
 
 GIB = 2**30

@@ -5,7 +5,7 @@ A constant is a field declared by `constant` or `factors`, with its default and 
 kernels on each generation of devices, relative to an A100.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from types import MappingProxyType
@@ -94,6 +94,18 @@ class Prior(Generic[Constants]):
 def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
     """Return the constants with `logarithm` added to the logarithms of some."""
     return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})
+
+
+def side_by_side(constants: Sequence[Constants]) -> Constants:
+    """Return m sets of constants as one set of arrays [m]; those that are equal in all stay numbers."""
+    first, found = constants[0], {}
+    for each in fields(first):
+        values = [getattr(one, each.name) for one in constants]
+        if any(value != values[0] for value in values):
+            columns = np.array(values).T
+            found[each.name] = tuple(columns) if columns.ndim > 1 else columns
+    joined: Constants = replace(first, **found)
+    return joined
 
 
 RANKS = (2, 4, 8)

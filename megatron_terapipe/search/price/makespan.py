@@ -30,32 +30,45 @@ from megatron_terapipe.search.price.stages import StageOps
 Floats = NDArray[np.float64]
 
 
+ONE_STAGE_EACH = ("1f1b", "zero-bubble")
+"""Schedules whose first rank runs P - 2 + S forwards ahead, and then waits for backwards to come back."""
+
+
 def pipeline_time(
     schedule: str,
     *,
+    num_ranks: int,
     num_micro_batches: ScalarOrArray,
     num_token_slices: ScalarOrArray,
-    num_model_chunks: ScalarOrArray,
+    num_model_chunks: int,
     slowest: StageOps,
     others: StageOps,
-    latency_s: ScalarOrArray = 0.0,
-    activation_limit: ScalarOrArray = 1.0,
+    travelling_s: ScalarOrArray = 0.0,
+    activation_limit: float = 1.0,
 ) -> ScalarOrArray:
     """Seconds of one iteration's ops, in closed form; arguments broadcast.
 
     Args:
         slowest: ops of one micro-batch on the slowest rank, all its stages and token slices.
         others: the same, added up over all other ranks.
+        travelling_s: messages of a token slice through one stage of each rank and back, where they run under ops.
         activation_limit: of `zero-bubble`: activations that a rank may hold, as a multiple of 1F1B's peak. With twice
             as many, weight gradients of two ranks' worth fill the drain (the same paper, ZB-H2: F + BI - 2 BW); then
             ranks start the next iteration one after the other, as they end this one.
     """
-    total = total_s(schedule, slowest)
-    waits = others.forward + others.backward
+    waits, back = others.forward + others.backward, slowest.backward + others.backward
     if schedule == "zero-bubble":
         filling = activation_limit * others.weight_gradient
         waits = np.maximum(others.forward + others.input_gradient - filling, 0.0)
-    return num_micro_batches * total + waits / (num_token_slices * num_model_chunks) + latency_s
+        back = slowest.input_gradient + others.input_gradient
+    passing = waits / (num_token_slices * num_model_chunks) + num_model_chunks * travelling_s
+    time = num_micro_batches * total_s(schedule, slowest) + passing
+    if schedule not in ONE_STAGE_EACH or num_model_chunks > 1:
+        return time
+    # The first rank holds no more than P - 1 + S token slices, and waits for one of them to come back.
+    held = activation_limit * (num_ranks - 1) + num_token_slices
+    there_and_back = (slowest.forward + others.forward + back) / num_token_slices + travelling_s
+    return np.maximum(time, num_micro_batches * num_token_slices / held * there_and_back)
 
 
 def slowest_rank_and_rest(schedule: str, ops: Floats, multiplicity: Floats | None = None) -> tuple[StageOps, StageOps]:
@@ -258,22 +271,3 @@ def num_searched_ops(shape: PipelineShape) -> int:
     num_micro_batches = min(shape.num_micro_batches, (SEARCHED_PERIODS + 1) * shape.num_ranks)
     # A forward and the two parts of its backward.
     return 3 * shape.num_stages * shape.num_token_slices * num_micro_batches
-
-
-def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:
-    """Return the time of zero-bubble under a limit of activations, in closed form."""
-    assert costs.weight_gradient is not None
-    tables = np.array([costs.forward, costs.backward, costs.weight_gradient]).sum(axis=2)
-    forward, input_gradient, weight_gradient = tables.reshape(3, shape.num_model_chunks, -1).sum(axis=1)
-    ops = np.array([forward, input_gradient + weight_gradient, input_gradient, weight_gradient])
-    slowest, others = slowest_rank_and_rest("zero-bubble", ops)
-    makespan = pipeline_time(
-        "zero-bubble",
-        num_micro_batches=shape.num_micro_batches,
-        num_token_slices=shape.num_token_slices,
-        num_model_chunks=shape.num_model_chunks,
-        slowest=slowest,
-        others=others,
-        activation_limit=activation_limit,
-    )
-    return SimulatedTime(float(makespan), float(makespan), notes=("the order of ops is priced in closed form",))

@@ -184,7 +184,9 @@ class LayerPrices:
         for layer in self.kinds:
             bounds = {"start": sizes.start * layer.tokens, "end": sizes.end * layer.tokens}
             rows.append(self.of_layer(LayerQuery(layer, device, **vars(sizes) | bounds), links))
-        out = np.empty((len(StageOps._fields), len(rows), *np.broadcast_shapes(*map(np.shape, vars(sizes).values()))))
+        # Constants may be arrays, too.
+        shape = np.broadcast_shapes(*(np.shape(part) for row in rows for part in row))
+        out = np.empty((len(StageOps._fields), len(rows), *shape))
         for kind, parts in enumerate(rows):
             for part, seconds in enumerate(parts):
                 out[part, kind] = seconds
@@ -395,6 +397,11 @@ class PlacedStrategy:
     counts: LayerCounts
     shares: Floats
     """[S + 1] bounds of its token slices, as shares of the sequence."""
+
+    @property
+    def zero(self) -> tuple[int, int | None]:
+        """ZeRO stage, and the ranks that divide states."""
+        return self.strategy.zero_stage, self.strategy.zero_shard_size
 
     @property
     def key(self) -> tuple[object, ...]:

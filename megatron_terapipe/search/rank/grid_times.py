@@ -23,6 +23,7 @@ from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
 from megatron_terapipe.search.price.makespan import (
+    ONE_STAGE_EACH,
     lower_bound,
     pipeline_time,
     round_trip_bound,
@@ -306,10 +307,6 @@ def _column(values: ScalarOrArray) -> Floats:
     return np.asarray(values).reshape(-1, 1, 1, 1, 1)
 
 
-ONE_STAGE_EACH = ("1f1b", "zero-bubble")
-"""Schedules whose first rank runs P - 2 + S forwards ahead, and then waits for backwards to come back."""
-
-
 def grid_times(
     grid: StrategyGrid,
     groups: RankGroups,
@@ -324,6 +321,7 @@ def grid_times(
     Args:
         pairs: [O, P] the pairs of a schedule and a partition that are priced.
     """
+    micro_batches, num_token_slices = _sizes(grid)
     layers = [(layer.output_elements, layer.extra_output_elements) for layer in cost_model.workload.layers]
     priced = []
     for (model_chunks, place), found in counts.items():
@@ -345,16 +343,27 @@ def grid_times(
             for order in orders:
                 schedule, model_chunks = grid.order[order]
                 bound_s = _bound(schedule, model_chunks, grid, ops, sent[elements])
-                estimate_s = np.maximum(_estimate(schedule, model_chunks, grid, ops, sent[elements]), bound_s)
+                slowest, others = slowest_rank_and_rest(schedule, ops.whole, ops.multiplicity)
+                estimate_s = pipeline_time(
+                    schedule,
+                    num_ranks=grid.layout.pipeline_parallel_size,
+                    num_micro_batches=micro_batches,
+                    num_token_slices=num_token_slices,
+                    num_model_chunks=model_chunks,
+                    slowest=slowest,
+                    others=others,
+                    travelling_s=sent[elements].usual,
+                )
+                estimate_s = np.maximum(estimate_s, bound_s)
                 covering = CoveringOps(
                     completing=ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
                     forward=ops.whole[FORWARD, ops.first],
                     backward=ops.whole[BACKWARD, ops.first],
                     layers=float(found.first_stage[0].sum()),
-                    num_micro_batches=_sizes(grid)[0],
+                    num_micro_batches=micro_batches,
                 )
                 for zero, step in enumerate(steps):
-                    step_s = _step_s(step, covering, found, cost_model, grid.zero[zero][0])
+                    step_s = _step_s(step, covering, cost_model, grid.zero[zero][0])
                     estimate[order, place, ..., zero] = estimate_s + step_s
                     bound[order, place, ..., zero] = bound_s + step_s
         return estimate, bound
@@ -362,29 +371,6 @@ def grid_times(
     # Replicas on unlike nodes do not wait for each other: an iteration takes as long as on the slowest.
     estimates, bounds = zip(*map(of_replicas, groups.by_replica), strict=True)
     return np.maximum.reduce(estimates), np.maximum.reduce(bounds)
-
-
-def _estimate(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
-    """[B, S, R, Q] seconds of the ops, without a bound's certainty."""
-    micro_batches, num_token_slices = _sizes(grid)
-    slowest, others = slowest_rank_and_rest(schedule, ops.whole, ops.multiplicity)
-    estimate = pipeline_time(
-        schedule,
-        num_micro_batches=micro_batches,
-        num_token_slices=num_token_slices,
-        num_model_chunks=float(model_chunks),
-        slowest=slowest,
-        others=others,
-        latency_s=messages.usual * model_chunks,
-    )
-    if schedule in ONE_STAGE_EACH and model_chunks == 1:
-        # The first rank holds no more than P - 1 + S token slices, and waits for one of them to come back.
-        back = _back(schedule)
-        there_and_back = slowest[FORWARD] + others[FORWARD] + slowest[back] + others[back]
-        one = there_and_back / num_token_slices + messages.usual
-        rounds = micro_batches * num_token_slices / (grid.layout.pipeline_parallel_size - 1 + num_token_slices)
-        estimate = np.maximum(estimate, rounds * one)
-    return np.asarray(estimate)
 
 
 def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
@@ -429,14 +415,14 @@ def _back(schedule: str) -> int:
     return INPUT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD
 
 
-def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: CostModel, zero_stage: int) -> Floats:
+def _step_s(step: StepCosts, covering: CoveringOps, model: CostModel, zero_stage: int) -> Floats:
     """[B, S, R, Q] seconds after the last op.
 
     Of reductions that overlap only the first rank's count: the others run until it is done.
     """
     fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.efficiency.iteration_s
     communication = model.software.communication
-    first = StepCosts(*(float(np.broadcast_to(part, counts.parameters.shape)[0]) for part in step))
+    first = StepCosts(*(float(np.ravel(part)[0]) for part in step))
     if not communication.overlaps_gradient_reduction:
         first = first._replace(gradient_reduction=float(np.max(step.gradient_reduction)))
     shown = exposed_reduction_s(first, covering, communication, model.efficiency, zero_stage=zero_stage)

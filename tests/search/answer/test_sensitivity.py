@@ -70,7 +70,7 @@ def test_a_bandwidth_that_decides_is_found() -> None:
     # Simulated from there on the other is more than 1 % faster; the regret is that at the last bandwidth.
     def regret(scale: float) -> float:
         model = pricing.cost_model
-        then = model.with_efficiency(moved(model.efficiency, NETWORK, log(scale)))
+        then = model.with_constants(moved(model.efficiency, NETWORK, log(scale)))
         first, second = (then.predict_time(entry.strategy).iteration_time_s for entry in contenders)
         return first / second - 1
 

@@ -63,7 +63,7 @@ def test_strategies_without_trials_are_predicted(fitted: FittedEfficiency) -> No
 
 
 def test_constants_are_found_with_less_uncertainty(sample: Sample, fitted: FittedEfficiency) -> None:
-    slopes = sample.batches.slopes(fitted.efficiency, PRIOR.names)
+    slopes = sample.slopes(fitted.efficiency, PRIOR.names)
     variances = np.full(len(sample), fitted.residual_sd**2)
     deviations = np.sqrt(np.diag(fitted.groups.covariance(slopes, variances, PRIOR.widths)))
     # Those of another group than the trials' are a little further off than those of the cluster.

@@ -72,7 +72,7 @@ def model(measured: Profile, factors: ProfileFactors | None = None) -> CostModel
         op_times=MeasuredProfile(measured),
         precision="fp32",
     )
-    return found if factors is None else found.with_factors(factors)
+    return found if factors is None else found.with_constants(factors)
 
 
 TRUTH = model(slower(1.3))

@@ -12,8 +12,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
-from megatron_terapipe.search.price.batch import StrategyBatch, StrategyBatches, batch_key
-from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.cost_model import CostModel, times_with
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.stages import LayerCounter, reductions
@@ -131,7 +130,7 @@ def test_a_strategy_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("software", [TERAPIPE, MEGATRON_LM])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_a_batch_is_priced_as_its_members(software: Software, schedule: str) -> None:
+def test_the_closed_form_with_many_constants(software: Software, schedule: str) -> None:
     layouts = [(2, 2, 4), (16, 1, 1), (1, 8, 2), (2, 1, 8)]
     members = [
         strategy(
@@ -145,19 +144,18 @@ def test_a_batch_is_priced_as_its_members(software: Software, schedule: str) -> 
         for dp, tp, pp in layouts
         for size in (1, 4)
     ]
-    model = CostModel(GPT, TWO, software=software)
-    assert len({batch_key(model, one) for one in members}) == 1
+    models = [CostModel(GPT, TWO, software=software)] * len(members)
     efficiency = HardwareEfficiency(gemm_efficiency=0.6, network_efficiency=0.4)
-    together = StrategyBatch.of([model] * len(members), members).times(efficiency)
-    alone = [model.with_efficiency(efficiency).predict_time(one).iteration_time_s for one in members]
+    then = models[0].with_constants(efficiency)
+    alone = np.array([then.predict_time(one).iteration_time_s for one in members])
+    ratio = np.array([then.closed_form_s(one)[0] for one in members]) / alone
     # The embedding and the head make stages uneven, which a closed form rounds off.
-    assert together == pytest.approx(alone, rel=0.1)
-    single = [index for index, one in enumerate(members) if one.pipeline_parallel_size == 1]
-    assert together[single] == pytest.approx([alone[index] for index in single], rel=1e-9)
-    batches = StrategyBatches([model] * len(members), members)
+    assert ratio == pytest.approx(1, rel=0.1)
+    single = [one.pipeline_parallel_size == 1 for one in members]
+    assert ratio[single] == pytest.approx(1, rel=1e-9)
     constants = [moved(efficiency, [name], 0.1) for name in Prior.of(efficiency).names]
-    one_by_one = np.array([batches.times(each) for each in constants])
-    assert batches.times_with(constants) == pytest.approx(one_by_one, rel=1e-12)
+    one_by_one = np.array([times_with(models, members, [each])[0] for each in constants])
+    assert times_with(models, members, constants) == pytest.approx(one_by_one, rel=1e-12)
 
 
 SMALL = {"num_layers": 4, "seq_length": 2048, "num_key_value_heads": 4}
@@ -176,11 +174,10 @@ GROUPED, OF_EXPERTS = (
         (OF_EXPERTS, [{"data_parallel_size": 16, "expert_parallel_size": size} for size in (1, 2, 16)]),
     ],
 )
-def test_a_batch_without_pipelines_is_exact(workload: Workload, layouts: list[dict[str, object]]) -> None:
+def test_the_closed_form_without_pipelines_is_exact(workload: Workload, layouts: list[dict[str, object]]) -> None:
     model = CostModel(workload, TWO, efficiency=HardwareEfficiency(launch_s=1e-9))
     members = [Strategy(**{"global_batch_size": 16, **each}) for each in layouts]  # type: ignore[arg-type]
-    assert len({batch_key(model, one) for one in members}) == 1
-    together = StrategyBatch.of([model] * len(members), members).times(model.efficiency)
+    (together,) = times_with([model] * len(members), members, [model.efficiency])
     assert together == pytest.approx([model.predict_time(one).iteration_time_s for one in members], rel=1e-9)
 
 

@@ -9,7 +9,6 @@ import pytest
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
-from megatron_terapipe.search.price.batch import StrategyBatch
 from megatron_terapipe.search.price.cost_model import CostModel, Prediction
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
@@ -64,8 +63,7 @@ def test_a_stage_that_is_slow_in_one_replica_does_not_hold_up_the_others(
     cluster = Cluster(nodes=nodes)
     model = CostModel(MODEL, cluster, software=MEGATRON_LM, efficiency=efficiency, op_times=TwiceAsLong())
     assert in_pipeline_s(model.predict_time(strategy)) == pytest.approx(makespan, abs=1e-3)
-    # Closed forms of many strategies count each kind of replica, too.
-    assert StrategyBatch.of([model], [strategy]).times(efficiency) == pytest.approx([makespan], abs=1e-3)
+    assert model.closed_form_s(strategy) == pytest.approx([makespan], abs=1e-3)
 
 
 @pytest.mark.parametrize("software", [TERAPIPE, MEGATRON_LM], ids=["overlapped", "blocking"])

@@ -17,7 +17,6 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import GroupTopology, ShardLinks, all_reduce_s
 from megatron_terapipe.search.price.makespan import (
     ScheduleSimulator,
-    closed_form_of,
     lower_bound,
     pipeline_time,
     round_trip_bound,
@@ -42,6 +41,7 @@ def estimated(schedule: str, shape: PipelineShape, tables: np.ndarray) -> float:
     return float(
         pipeline_time(
             schedule,
+            num_ranks=shape.num_ranks,
             num_micro_batches=shape.num_micro_batches,
             num_token_slices=shape.num_token_slices,
             num_model_chunks=shape.num_model_chunks,
@@ -177,12 +177,14 @@ def test_balanced_stages_are_priced_as_simulated(
 
 
 def test_twice_the_activations_hide_twice_the_drain() -> None:
-    shape = PipelineShape(8, 24)
-    rows = ((1.0,),) * 8
-    costs = OpCosts(rows, rows, rows)
-    # arXiv 2401.10241 table 1: bubbles of 1F1B, ZB-H1 and ZB-H2 are (p-1) times F + BI + BW - ..., see closed_form.
-    assert closed_form_of(shape, costs, 1.0).makespan == pytest.approx(24 * 3 + 7 * 1)
-    assert closed_form_of(shape, costs, 2.0).makespan == pytest.approx(24 * 3)
+    def makespan(limit: float) -> float:
+        sizes = {"num_ranks": 8, "num_micro_batches": 24, "num_token_slices": 1, "num_model_chunks": 1}
+        one, others = StageOps(1.0, 2.0, 1.0, 1.0), StageOps(7.0, 14.0, 7.0, 7.0)
+        return float(pipeline_time("zero-bubble", **sizes, slowest=one, others=others, activation_limit=limit))
+
+    # arXiv 2401.10241 table 1: bubbles of 1F1B, ZB-H1 and ZB-H2 are (p-1) times F + BI + BW - ..., see `pipeline_time`.
+    assert makespan(1.0) == pytest.approx(24 * 3 + 7 * 1)
+    assert makespan(2.0) == pytest.approx(24 * 3)
 
 
 def uneven(shape: PipelineShape, seed: int = 0) -> OpCosts:
