@@ -29,7 +29,7 @@ from benchmarks.published import RUNS, TRAINERS
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.learn.calibration import uncalibrated
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, propose
-from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency
+from megatron_terapipe.search.learn.fit import NOISE, Sample, fit
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.learn.validation import (
     PredictedTrial,
@@ -39,7 +39,7 @@ from megatron_terapipe.search.learn.validation import (
     summary,
 )
 from megatron_terapipe.search.machine.trainer_files import read_trainers
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "benchmarks" / "search-peers.csv"
@@ -199,7 +199,7 @@ def few_trials(argv: Sequence[str] | None = None) -> None:
     slopes = sample.slopes(HardwareEfficiency(), prior.parameter_names)
 
     def mape(rows: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
-        efficiency = fit_efficiency(Sample([trials[row] for row in rows])).efficiency
+        efficiency = fit(Sample([trials[row] for row in rows]), Prior.of(HardwareEfficiency())).constants
         return float(np.abs(np.expm1(sample.errors(sample.times(efficiency) * ratio)[held_out])).mean())
 
     found: dict[str, list[float]] = {"designed": [], "random": []}

@@ -1,6 +1,6 @@
 """Calibration on trials of one cluster: constants of time and of memory, and intervals of predictions.
 
-    calibrate             fit_efficiency (`fit`) + conformal intervals + fit_memory -> Calibration
+    calibrate             fit + conformal intervals + fit_memory -> Calibration
     calibrate_on_profile  the same with few factors on a measured profile
 
 Intervals hold a stated share of measurements. A prediction is uncertain for two reasons. The constants are known only
@@ -19,7 +19,7 @@ readings. The memory of the device is a lower bound of the peak of a run out of 
 peak was recorded.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, hypot, sqrt
 from typing import Any
@@ -31,20 +31,18 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.fit import (
     LARGE,
     NOISE,
-    FittedEfficiency,
     GroupEffects,
     Sample,
     cost_model_of,
+    fit,
     fit_constants,
-    fit_efficiency,
     kind_of,
-    residual_sd_of,
     weights_of,
 )
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import CostModel, log_slopes
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, RememberedTimes
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile
@@ -373,6 +371,9 @@ def no_calibration(cluster: Cluster | None = None) -> Calibration:
     return Calibration(intervals=uncalibrated(prior))
 
 
+FACTORS = Prior.of(ProfileFactors())  # factors on a profile that are fitted, around 1
+
+
 def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = None) -> Calibration:
     """Fit the constants of time and memory to trials of one cluster.
 
@@ -380,49 +381,38 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
         trials: at least one; they may be of several models, layouts and groups.
         memory_trials: those that memory is fitted to; None = the same.
     """
-    sample = Sample(trials)
-    fitted, seen = fit_efficiency(sample), ~sample.cut_off
-    found: dict[str, Any] = {"efficiency": fitted.efficiency, "intervals": uncalibrated()}
-    if seen.any():
-        found = _judged(sample, fitted, seen)
+    sample, intervals = Sample(trials), no_calibration(trials[0].cluster).intervals
+    found = _fitted(sample, Prior.of(HardwareEfficiency()), intervals)
     return Calibration.of(trials, memory_trials, num_trials=len(sample), **found)
 
 
-def _judged(sample: Sample, fitted: FittedEfficiency, seen: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return constants and their intervals; defaults and a note where fits without a group predict it worse."""
-    efficiency, prior, groups = fitted.efficiency, Prior.of(HardwareEfficiency()), fitted.groups.some(seen)
-    errors = sample.errors(sample.times(efficiency) * sample.simulated_ratio(efficiency))[seen]
-    slopes = sample.slopes(efficiency, prior.names)[seen]
+def _fitted(sample: Sample, prior: Prior[Any], before: Intervals) -> dict[str, Any]:
+    """Return constants and their intervals; `before` and a note where fits without a group predict it worse."""
+    fitted, seen = fit(sample, prior), ~sample.cut_off
+    name = "factors" if isinstance(prior.start, ProfileFactors) else "efficiency"
+    found = {name: fitted.constants}
+    if not seen.any():
+        return {**found, "intervals": uncalibrated(prior)}
+    groups = fitted.groups.some(seen)
+    errors = sample.errors(sample.times(fitted.constants) * sample.simulated_ratio(fitted.constants))[seen]
+    slopes = sample.slopes(fitted.constants, prior.names)[seen]
     variances = max(fitted.residual_sd, NOISE) ** 2 / weights_of(errors / NOISE, LARGE)
     unseen_errors, _ = groups.unseen(errors, slopes, variances, prior.widths)
-    after, before = (groups.means(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
-    if len(groups) >= USUAL_GROUPS and np.mean(after - before) > SURE * np.std(after - before) / sqrt(len(groups)):
-        first, means = sample.trials[0], [f"{100 * each.mean():.1f}%" for each in (after, before)]
+    after, defaults = (groups.means(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
+    worse = after - defaults
+    if len(groups) >= USUAL_GROUPS and np.mean(worse) > SURE * np.std(worse) / sqrt(len(groups)):
+        first, means = sample.trials[0], [f"{100 * each.mean():.1f}%" for each in (after, defaults)]
         note = (
             f"constants fitted to {len(sample)} trials of {first.source or first.path} are not used: fits without a "
             f"group predict it worse than the defaults (mean error {means[0]}, not {means[1]})"
         )
-        return {"intervals": no_calibration(first.cluster).intervals, "notes": (note,)}
+        return {"intervals": before, "notes": (note,)}
     intervals, other_kinds = (
         conformal(errors, slopes, each, prior=prior, residual_sd=fitted.residual_sd)
         for each in (groups, fitted.kinds.some(seen))
     )
     kinds = sorted({kind_of(one.workload, one.strategy) for one in sample.trials})
-    return {"efficiency": efficiency, "intervals": intervals, "other_kinds": other_kinds, "kinds": tuple(kinds)}
-
-
-FACTORS = Prior.of(ProfileFactors())  # factors on a profile that are fitted, around 1
-STEP = 0.05  # change of a factor's logarithm over which a slope is taken
-LINES = 3  # how often times are drawn as straight lines
-
-
-def _factor_slopes(
-    log_times: Callable[[ProfileFactors], Floats], factors: ProfileFactors, at: Floats | None = None
-) -> Floats:
-    """[n, p] change of logarithms of times [n] with the logarithm of each factor; `at` has them without a change."""
-    at = log_times(factors) if at is None else at
-    columns = [log_times(moved(factors, [name], STEP)) - at for name in FACTORS.names]
-    return np.stack(columns, axis=1) / STEP
+    return {**found, "intervals": intervals, "other_kinds": other_kinds, "kinds": tuple(kinds)}
 
 
 def cost_model_on(
@@ -437,7 +427,7 @@ def cost_model_on(
 def calibrate_on_profile(
     trials: Sequence[Trial], profile: Profile, memory_trials: Sequence[Trial] | None = None
 ) -> Calibration:
-    """Fit factors on a profile, by Gauss-Newton on real schedules, and constants of memory, to trials of its cluster.
+    """Fit factors on a profile and constants of memory to trials of its cluster.
 
     Trials of models that the profile has not measured are left out.
 
@@ -448,6 +438,7 @@ def calibrate_on_profile(
         ConfigError: if no trial is of a model that the profile covers.
     """
     measured = MeasuredProfile(profile)
+    op_times = RememberedTimes(measured)
     covered = [one for one in trials if one.precision == profile.precision and measured.covers(one.workload)]
     if not covered:
         raise ConfigError(
@@ -455,38 +446,10 @@ def calibrate_on_profile(
             f"other layers than their models, or is not {trials[0].precision}: measure one of these models, or drop "
             "one of the flags"
         )
-    left_out = len(trials) - len(covered)
-    notes = (f"{left_out} trials are of models that the profile does not cover, and are left out",) if left_out else ()
-    op_times = RememberedTimes(measured)
     sample = Sample(covered, lambda one: cost_model_on(profile, one, op_times))
-    factors, intervals = ProfileFactors(), uncalibrated(FACTORS)
-    if len(sample):
-        logs = np.zeros(len(FACTORS.names))
-
-        def log_times(factors: ProfileFactors) -> Floats:
-            return np.asarray(np.log(sample.simulated(lambda model: model.with_constants(factors))))
-
-        for _ in range(LINES):
-            times = log_times(FACTORS.at(logs))
-            slopes = _factor_slopes(log_times, FACTORS.at(logs), times)
-
-            def errors_on_lines(logs: Floats, slopes: Floats = slopes, line: Floats = times - slopes @ logs) -> Floats:
-                """[n] log(predicted / measured), where the logarithms of times are straight lines."""
-                return sample.errors(np.exp(line + slopes @ logs))
-
-            logs = fit_constants(errors_on_lines, FACTORS)
-        factors, seen = FACTORS.at(logs), ~sample.cut_off
-        if seen.any():
-            errors, slopes = (log_times(factors) - np.log(sample.measured))[seen], slopes[seen]
-            precision = slopes.T @ slopes / NOISE**2 + np.diag(FACTORS.widths**-2.0)
-            alone = GroupEffects(range(len(errors)), share=0.0, offset=0.0)
-            spread = residual_sd_of(errors, precision, FACTORS)
-            intervals = conformal(errors, slopes, alone, prior=FACTORS, residual_sd=spread)
-    return Calibration.of(
-        covered,
-        trials if memory_trials is None else memory_trials,
-        factors=factors,
-        intervals=intervals,
-        num_trials=len(sample),
-        notes=notes,
-    )
+    found = _fitted(sample, FACTORS, uncalibrated(FACTORS))
+    if left_out := len(trials) - len(covered):
+        note = f"{left_out} trials are of models that the profile does not cover, and are left out"
+        found["notes"] = (note, *found.get("notes", ()))
+    memory_trials = trials if memory_trials is None else memory_trials
+    return Calibration.of(covered, memory_trials, num_trials=len(sample), **found)

@@ -2,7 +2,7 @@
 
     Sample          trials, priced again and again under other constants; slopes J of log(time) in each constant
     GroupEffects    how far groups of trials differ by more than noise
-    fit_efficiency  robust Gauss-Newton steps on both
+    fit             robust Gauss-Newton steps on both
 
 Constants are fitted as logarithms. Each starts at its default, with a prior for the distance from it; each measured run
 pulls at those that its time depends on. So eight runs already help. There is no constant of a single strategy, model or
@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.price.cost_model import CostModel, log_slopes, times_with
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
+from megatron_terapipe.search.price.efficiency import Prior
 from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy
@@ -134,6 +134,8 @@ class GroupEffects:
 
     def most_probable(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> "GroupEffects":
         """Return the same groups with the omega and tau that explain their errors [n] best (empirical Bayes)."""
+        if not self.share:
+            return self
 
         def score(groups: "GroupEffects") -> float:
             off = np.log10([groups.share / USUAL_SHARE, groups.offset / USUAL_OFFSET]) / DECADES
@@ -171,6 +173,9 @@ class Sample:
         self.models = models_of(self.trials, make or partial(cost_model_of, simulator=ScheduleSimulator()))
         self.measured = np.array([one.least_time_s for one in self.trials])
         self.cut_off = np.array([one.iteration_time_s is None for one in self.trials], dtype=bool)
+        self.groups = GroupEffects([(one.source, one.group) for one in self.trials])
+        if make is not None:  # Trials that are priced by measured op times share no errors of formulas.
+            self.groups = GroupEffects(range(len(self.trials)), share=0.0, offset=0.0)
 
     def __len__(self) -> int:
         """Number of trials."""
@@ -184,19 +189,14 @@ class Sample:
         """[n, p] of the logarithms of times in the logarithm of each named constant."""
         return log_slopes(self.models, [one.strategy for one in self.trials], constants, names)
 
-    def simulated(self, change: Callable[[CostModel], CostModel]) -> Floats:
-        """[n] seconds on the schedule, by other constants."""
-        changed = {id(model): change(model) for model in {id(model): model for model in self.models}.values()}
-        return np.array(
-            [
-                changed[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
-                for model, one in zip(self.models, self.trials, strict=True)
-            ]
-        )
-
-    def simulated_ratio(self, efficiency: HardwareEfficiency) -> Floats:
-        """[n] simulated over closed-form seconds: constants hardly change it, and it is slow to compute."""
-        return self.simulated(lambda model: model.with_constants(efficiency)) / self.times(efficiency)
+    def simulated_ratio(self, constants: Any) -> Floats:
+        """[n] seconds on the schedule over those in closed form; constants hardly change it."""
+        changed = {id(model): model.with_constants(constants) for model in self.models}
+        simulated = [
+            changed[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
+            for model, one in zip(self.models, self.trials, strict=True)
+        ]
+        return np.array(simulated) / self.times(constants)
 
     def errors(self, times_s: Floats) -> Floats:
         """Errors [n], log(predicted / measured) of times [n]; zero where a cut-off run is predicted to take longer."""
@@ -271,10 +271,11 @@ def kind_of(workload: Workload, strategy: Strategy) -> str:
     return f"hidden size {max(layer.hidden_size for layer in workload.layers)}, recompute {strategy.recompute}"
 
 
-class FittedEfficiency(NamedTuple):
-    """HardwareEfficiency fitted to n trials, and its uncertainty."""
+class Fitted(NamedTuple):
+    """Constants fitted to n trials, and their uncertainty."""
 
-    efficiency: HardwareEfficiency
+    constants: Any
+    """Of the class of the prior."""
     residual_sd: float
     """Standard deviation of log(measured / predicted) over the trials, from `residual_sd_of`."""
     groups: GroupEffects
@@ -284,16 +285,15 @@ class FittedEfficiency(NamedTuple):
     """[n] of the defaults."""
 
 
-def fit_efficiency(sample: Sample) -> FittedEfficiency:
-    """Fit efficiency to trials of one cluster, which may be of several models and layouts.
+def fit(sample: Sample, prior: Prior[Any]) -> Fitted:
+    """Fit constants to trials of one cluster, which may be of several models and layouts.
 
     A trial without a time counts only with a lower bound of it: then a prediction is wrong only below that.
     """
-    prior = Prior.of(HardwareEfficiency())
-    groups = GroupEffects([(one.source, one.group) for one in sample.trials])
+    groups = sample.groups
     kinds = GroupEffects([kind_of(one.workload, one.strategy) for one in sample.trials])
     if not len(sample):
-        return FittedEfficiency(prior.start, NOISE, groups, kinds, np.zeros(0))
+        return Fitted(prior.start, NOISE, groups, kinds, np.zeros(0))
 
     def errors_at(logs: Floats) -> Floats:
         return sample.errors(sample.times(prior.at(logs)) * ratio)
@@ -324,7 +324,7 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
     kinds = kinds.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
     spread = residual_sd_of(errors, groups.precision(slopes, variances, prior.widths), prior)
-    return FittedEfficiency(prior.at(found), spread, groups, kinds, errors_before)
+    return Fitted(prior.at(found), spread, groups, kinds, errors_before)
 
 
 def _misfit(errors: Floats, logs: Floats, white: Floats, prior: Prior[Any]) -> float:

@@ -130,22 +130,12 @@ class RememberedTimes:
 
     def __init__(self, op_times: OpTimes) -> None:
         self._op_times = op_times
-        # Layers are kept with their times: while one is, no other has its id.
-        self._known: dict[tuple[object, ...], tuple[Layer, LayerTimes]] = {}
+        self._known: dict[tuple[object, ...], LayerTimes] = {}
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        sizes = [query.tensor_parallel_size, query.micro_batch_size, query.start, query.end]
-        sizes += [query.sequence_parallel_size, query.expert_parallel_size]
-        grids = [np.asarray(each, dtype=float) for each in sizes]
-        key = (
-            id(query.layer),
-            query.device,
-            query.recompute,
-            query.sequence_parallel,
-            query.key_value_gradients,
-            *((each.shape, each.tobytes()) for each in grids),
-        )
+        values = vars(query).values()
+        key = tuple((each.shape, each.tobytes()) if isinstance(each, np.ndarray) else each for each in values)
         if key not in self._known:
-            self._known[key] = query.layer, self._op_times(query)
-        return self._known[key][1]
+            self._known[key] = self._op_times(query)
+        return self._known[key]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.learn.fit import OFFSETS, FittedEfficiency, GroupEffects, Sample, fit_efficiency
+from megatron_terapipe.search.learn.fit import OFFSETS, Fitted, GroupEffects, Sample, fit
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.strategy import Strategy
@@ -52,36 +52,36 @@ def sample() -> Sample:
 
 
 @pytest.fixture(scope="module")
-def fitted(sample: Sample) -> FittedEfficiency:
-    return fit_efficiency(sample)
+def fitted(sample: Sample) -> Fitted:
+    return fit(sample, PRIOR)
 
 
-def test_strategies_without_trials_are_predicted(fitted: FittedEfficiency) -> None:
+def test_strategies_without_trials_are_predicted(fitted: Fitted) -> None:
     assert errors(HardwareEfficiency()).mean() > 0.15
-    assert errors(fitted.efficiency).mean() < 0.03
+    assert errors(fitted.constants).mean() < 0.03
     assert 0.005 < fitted.residual_sd < 0.025
 
 
-def test_constants_are_found_with_less_uncertainty(sample: Sample, fitted: FittedEfficiency) -> None:
-    slopes = sample.slopes(fitted.efficiency, PRIOR.names)
+def test_constants_are_found_with_less_uncertainty(sample: Sample, fitted: Fitted) -> None:
+    slopes = sample.slopes(fitted.constants, PRIOR.names)
     variances = np.full(len(sample), fitted.residual_sd**2)
     deviations = np.sqrt(np.diag(fitted.groups.covariance(slopes, variances, PRIOR.widths)))
     # Those of another group than the trials' are a little further off than those of the cluster.
     assert (deviations <= PRIOR.widths * (1 + 1e-9) * np.hypot(1, fitted.groups.share)).all()
     shares = [name for name in PRIOR.names if name.endswith("efficiency") or name == "launch_exposed"]
-    assert len(shares) == 9 and all(getattr(fitted.efficiency, name) <= 1 + 1e-6 for name in shares)
-    assert fitted.efficiency.network_efficiency == pytest.approx(TRUTH.network_efficiency, rel=0.1)
+    assert len(shares) == 9 and all(getattr(fitted.constants, name) <= 1 + 1e-6 for name in shares)
+    assert fitted.constants.network_efficiency == pytest.approx(TRUTH.network_efficiency, rel=0.1)
     # Constants that do much the same are told apart as well as the covariance says.
     for name, deviation in zip(PRIOR.names, deviations, strict=True):
         if name.endswith("]"):
             continue
-        assert abs(np.log(getattr(fitted.efficiency, name) / getattr(TRUTH, name))) < 3 * deviation, name
+        assert abs(np.log(getattr(fitted.constants, name) / getattr(TRUTH, name))) < 3 * deviation, name
 
 
 def test_one_failed_measurement_does_not_spoil_the_rest() -> None:
     spoilt = trials()
     spoilt[5] = replace(spoilt[5], iteration_time_s=5 * (spoilt[5].iteration_time_s or 1.0))
-    assert errors(fit_efficiency(Sample(spoilt)).efficiency).mean() < 0.05
+    assert errors(fit(Sample(spoilt), PRIOR).constants).mean() < 0.05
 
 
 def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
@@ -89,8 +89,8 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     slow = strategies((1,))[0]
     time = model_with().predict_time(slow).iteration_time_s
     harmless, telling = (trial(slow, None, longer_than_s=factor * time) for factor in (0.1, 1.5))
-    assert fit_efficiency(Sample([harmless])).efficiency == HardwareEfficiency()
-    fitted = fit_efficiency(Sample([telling])).efficiency
+    assert fit(Sample([harmless]), PRIOR).constants == HardwareEfficiency()
+    fitted = fit(Sample([telling]), PRIOR).constants
     assert model_with(fitted).predict_time(slow).iteration_time_s > 1.2 * time
     failed = trial(slow, None)
     assert len(Sample([*known, failed])) == len(known)
