@@ -14,14 +14,9 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
 from examples.amp.deepspeed_costs import DeepSpeedCosts
 from examples.amp.experiments import TENSOR_PARALLEL_SIZES, Experiment
+from examples.amp.partition import Numbers, StageTimes, solve, stage_times
 from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.search.price.cost_model import Prediction, Pricing
-from megatron_terapipe.search.rank.stage_partition import (
-    Numbers,
-    StageTimes,
-    solve,
-    stage_times,
-)
 from megatron_terapipe.strategy import Strategy
 
 CAPS = 4

@@ -183,7 +183,7 @@ class Sample:
 
     def times(self, constants: Any) -> Floats:
         """[n] seconds in closed form."""
-        return times_with(self.models, [one.strategy for one in self.trials], [constants])[0]
+        return np.ravel(times_with(self.models, [one.strategy for one in self.trials], [constants]))
 
     def slopes(self, constants: Any, names: Sequence[str]) -> Floats:
         """[n, p] of the logarithms of times in the logarithm of each named constant."""
@@ -191,7 +191,9 @@ class Sample:
 
     def simulated_ratio(self, constants: Any) -> Floats:
         """[n] seconds on the schedule over those in closed form; constants hardly change it."""
-        changed = {id(model): model.with_constants(constants) for model in self.models}
+        changed = {
+            id(model): model.with_constants(constants) for model in {id(each): each for each in self.models}.values()
+        }
         simulated = [
             changed[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
             for model, one in zip(self.models, self.trials, strict=True)

@@ -266,17 +266,28 @@ class LayerMemory:
 
 
 class StageBytes(NamedTuple):
-    """Bytes on each stage of the whole pipeline, [stages] numbers."""
+    """Bytes on each stage of the whole pipeline, [stages, ...] numbers."""
 
     token: TokenMemory
     """Of one token of a micro-batch; `working` and `scores` are of the layer with most, `window_gradients` of a
     whole micro-batch, `state` of a token slice."""
+    inputs: Numbers | float = 0.0
+    """Of `token.activations`: the input of a recomputed stage."""
     head_working: Numbers | float = 0.0
     """`working` of the head, which is separate because it has a limit."""
     limits: LogitLimits = LogitLimits(inf, inf)
     """Of logits and of `head_working` on a rank, in bytes."""
     is_recomputed: bool = False
     """Whether stages are recomputed: logits then exist only in the backward."""
+
+
+def working_bytes(
+    tokens: ScalarOrArray, of_token: TokenMemory, head_working: ScalarOrArray, limits: LogitLimits
+) -> ScalarOrArray:
+    """Return the bytes that the backward of a token slice holds while it runs; arguments broadcast."""
+    of_blocks = tokens * of_token.working + np.minimum(tokens * of_token.scores, SCORE_LIMIT)
+    working = np.maximum(of_blocks, np.minimum(tokens * head_working, limits.working))
+    return np.asarray(working + tokens * of_token.recomputed)
 
 
 class Held(NamedTuple):
@@ -361,9 +372,7 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     goes = goes + np.where(is_turn & ~last, own * of_token.key_value_gradients, 0.0)
     goes = goes + np.where(is_turn & first, in_reach, 0.0)
     held_key_values = _during(comes, goes) - _on_host(copies, Content.KEYS_AND_VALUES, len(own.T))
-    of_blocks = own * of_token.working + np.minimum(own * of_token.scores, SCORE_LIMIT)
-    working = np.maximum(of_blocks, np.minimum(own * head_working, of_stage.limits.working))
-    working = np.where(is_turn, working + own * of_token.recomputed, 0.0)
+    working = np.where(is_turn, working_bytes(own, of_token, head_working, of_stage.limits), 0.0)
     at = np.argmax(held_activations + held_logits + held_key_values + working, axis=-1, keepdims=True)
     parts = held_activations, held_key_values, held_logits, working
     return Held(*(np.take_along_axis(part, at, axis=-1)[..., 0] for part in parts))

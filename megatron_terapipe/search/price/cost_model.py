@@ -5,6 +5,7 @@ Pricing.predict -> CostModel.predict_time: placed -> stage_ops -> ScheduleSimula
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -62,11 +63,11 @@ from megatron_terapipe.search.price.stages import (
     SPLIT_SCHEDULES,
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
+    KindTables,
     LayerCounter,
     LayerCounts,
     LayerPrices,
     PlacedStrategy,
-    StageOps,
     on_slowest_device,
     op_sizes,
     pipeline_shape,
@@ -195,8 +196,9 @@ class CostModel:
             op_times, constants = ScaledTimes(op_times, constants.ops), constants.efficiency(self.efficiency)
         elif isinstance(op_times, Roofline):
             op_times = replace(op_times, efficiency=constants)
-        model = replace(self, efficiency=constants, op_times=op_times)
-        model.counter, model._table, model._known_groups = self.counter, self._table, self._known_groups
+        model = copy(self)
+        model.efficiency, model.op_times, model._known_ops = constants, op_times, {}
+        model.prices = replace(self.prices, op_times=op_times, efficiency=constants)
         return model
 
     def predict_time(
@@ -259,7 +261,7 @@ class CostModel:
             ends = sum(np.max(each, axis=0) for each in (reduction, step.shared_weight, step.optimizer))
             return np.asarray(self._makespan_s(same, ops) + ends + self.efficiency.iteration_s)
 
-        return np.maximum.reduce([of_replicas(groups) for groups in placed.groups.by_replica])
+        return np.asarray(np.maximum.reduce([of_replicas(groups) for groups in placed.groups.by_replica]))
 
     def _makespan_s(self, placed: PlacedStrategy, ops: Floats, activation_limit: float = 1.0) -> Floats:
         """[m] seconds of the ops [4, stages, S, m] of an iteration, in closed form."""
@@ -449,18 +451,12 @@ class CostModel:
         """
         counts = placed.counts.per_stage if stages is None else placed.counts.per_stage[stages]
         ranks = np.arange(len(counts)) if stages is None else np.array(stages)
-        ranks = ranks % placed.strategy.pipeline_parallel_size
-        found = []
-        for kind in placed.groups.kinds:
-            rows = np.flatnonzero(np.isin(ranks, kind.ranks))
-            per_device = [stage_ops(counts[rows], self._ops(device, kind.links, sizes, key)) for device in kind.devices]
-            forward_backward = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
-            whole_s = [each.sum(axis=1) if whole is None else each[:, whole] for each in forward_backward]
-            found.append((rows, on_slowest_device(per_device, [each[:, None] for each in whole_s])))
-        out = np.empty((len(StageOps._fields), len(counts), *found[0][1].shape[2:]))
-        for rows, ops in found:
-            out[:, rows] = ops
-        return out
+        tables = KindTables.of(placed.groups, lambda device, links: self._ops(device, links, sizes, key))
+        layers = tables.layers(counts, ranks % placed.strategy.pipeline_parallel_size)
+        per_device = [stage_ops(layers, table) for table in tables.by_device]
+        forward_backward = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
+        whole_s = [each.sum(axis=1) if whole is None else each[:, whole] for each in forward_backward]
+        return on_slowest_device(per_device, [each[:, None] for each in whole_s])
 
     def _ops(self, device: Device, links: LayerLinks, sizes: OpSizes, key: tuple[object, ...] | None) -> Floats:
         if key is None:

@@ -13,6 +13,7 @@ its drain with weight gradients: of each other rank F + BI - BW remain (arXiv 24
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,9 +91,7 @@ def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:
     return ops.forward + backward
 
 
-def lower_bound(
-    schedule: str, *, num_micro_batches: ScalarOrArray, ops: StageOps, before: StageOps, deferred_s: ScalarOrArray = 0.0
-) -> ScalarOrArray:
+def lower_bound(schedule: str, *, num_micro_batches: ScalarOrArray, ops: StageOps, before: StageOps) -> ScalarOrArray:
     """Seconds of an iteration that no costs of the other ranks' ops make shorter; arguments broadcast.
 
     A rank runs all its ops. Its first one starts when the first token slice has passed the stages before it, and when
@@ -100,53 +99,37 @@ def lower_bound(
 
     Args:
         before: of the first token slice on the stages that it passes before the rank, messages included.
-        deferred_s: of `zero-bubble`: weight gradients of the rank that are still to do after its last input gradient,
-            at most.
     """
+    working = num_micro_batches * total_s(schedule, ops)
     if schedule != "zero-bubble":
-        return before.forward + num_micro_batches * total_s(schedule, ops) + before.backward
-    ahead = np.maximum(num_micro_batches * ops.weight_gradient - deferred_s, 0.0)
-    turning = num_micro_batches * (ops.forward + ops.input_gradient) + ahead + before.input_gradient
-    return before.forward + np.maximum(turning, num_micro_batches * total_s(schedule, ops))
+        return before.forward + working + before.backward
+    # Weight gradients may all be still to do after the last input gradient.
+    turning = num_micro_batches * (ops.forward + ops.input_gradient) + before.input_gradient
+    return before.forward + np.maximum(turning, working)
 
 
 def round_trip_bound(
-    schedule: str,
     *,
     num_ranks: int,
     num_micro_batches: Floats,
     num_token_slices: Floats,
-    filling_s: ScalarOrArray,
-    forward_s: ScalarOrArray,
-    backward_s: ScalarOrArray,
-    last: StageOps,
-    draining_s: ScalarOrArray,
-    deferred_s: ScalarOrArray = 0.0,
+    there_and_back_s: ScalarOrArray,
+    last_s: ScalarOrArray,
 ) -> ScalarOrArray:
     """Seconds that `1f1b` and `zero-bubble` take because the first rank waits for token slices to come back.
 
     The first rank runs P - 2 + S forwards ahead; from there on forward u + P follows the backward that answers forward
     u, the last one of its micro-batch (`plan.schedules`: `one_f_one_b`, `zero_bubble`). So every ceil(P / S)
-    micro-batches a token slice passes all ranks both ways, one after the other. When the last of these turns, the last
-    rank still has the rest to do.
+    micro-batches a token slice passes all ranks both ways, one after the other. Before the last one of a batch turns,
+    the last rank computes the micro-batches since.
 
     Args:
-        num_micro_batches: M, an array [...].
-        num_token_slices: S, an array [...] that broadcasts, as all that follow.
-        filling_s: forwards of all token slices of a micro-batch but the last on the first rank.
-        forward_s: forwards of the last token slice on all ranks, messages included.
-        backward_s: its backwards, or input gradients, on all ranks, messages included.
-        last: ops of one micro-batch on the last rank.
-        draining_s: backwards, or input gradients, of the first token slice on all ranks but the last, with messages.
-        deferred_s: as `lower_bound` has it, of the last rank.
+        there_and_back_s: of the last token slice of a micro-batch on all ranks, messages included.
+        last_s: forward and backward, or input gradient, of a micro-batch on the last rank.
     """
-    waited = (num_micro_batches - 1) // np.ceil(num_ranks / num_token_slices)
-    passed = waited * np.ceil(num_ranks / num_token_slices)
-    turning = last.input_gradient if schedule == "zero-bubble" else last.backward
-    rest = (num_micro_batches - passed) * turning + (num_micro_batches - passed - 1) * last.forward
-    if schedule == "zero-bubble":
-        rest = rest + np.maximum((num_micro_batches - passed) * last.weight_gradient - deferred_s, 0.0)
-    return filling_s + waited * (forward_s + backward_s) + forward_s + rest + draining_s
+    together = np.ceil(num_ranks / num_token_slices)
+    waited = (num_micro_batches - 1) // together
+    return (waited + 1) * there_and_back_s + (num_micro_batches - 1 - waited * together) * last_s
 
 
 MOST_OPS = 8_000
@@ -156,8 +139,44 @@ EFFORT = 0.02
 """Effort of their search: within a percent of the result of more effort, in a tenth of a second."""
 
 
-SEARCHED_PERIODS = 4
-"""Rounds of micro-batches, one for each rank, of the shorter order that is searched for; the longer has one more."""
+class FewerMicroBatches(NamedTuple):
+    """Numbers of micro-batches that are simulated in place of many.
+
+    Once the pipeline is full every period takes the same time on the slowest rank: the makespan of many is on the
+    straight line through two smaller numbers, a period apart.
+    """
+
+    numbers: tuple[int, ...]
+    """Two; one where there are not many."""
+    periods: float
+    """From the last of them to the number of the shape."""
+
+    @classmethod
+    def of(cls, shape: PipelineShape, most_ops: int, period: int | None = None) -> "FewerMicroBatches":
+        """Return numbers with about so many ops, but enough for the slowest rank to set the pace.
+
+        Args:
+            period: micro-batches after which the order of ops repeats itself; None = those that pass a model chunk
+                together.
+        """
+        period, wanted = period or max(-(-shape.num_ranks // shape.num_token_slices), 1), shape.num_micro_batches
+        periods = max(most_ops // (2 * shape.num_stages * shape.num_token_slices) // period - 1, 4)
+        least = periods * period + wanted % period
+        return (
+            cls((least, least + period), wanted // period - periods - 1)
+            if wanted > least + period
+            else cls((wanted,), 0)
+        )
+
+    def makespan(self, of: Callable[[int], float]) -> float:
+        """Seconds of the shape, extrapolated from `of(number)`."""
+        *shorter, longest = map(of, self.numbers)
+        return longest + self.periods * (longest - shorter[0]) if shorter else longest
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Whether times are extrapolated, in words."""
+        return (f"extrapolated from {' and '.join(map(str, self.numbers))} micro-batches",) if self.periods else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +212,7 @@ class ScheduleSimulator:
     ) -> SimulatedTime:
         """Return the makespan of a schedule, in the seconds of its costs.
 
-        Beyond `MOST_OPS` it is extrapolated from two smaller numbers of micro-batches, a period apart. Once the
-        pipeline is full every period takes the same time as the slowest rank, so the rest is a straight line.
+        Beyond `MOST_OPS` it is extrapolated.
 
         Args:
             token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
@@ -207,17 +225,15 @@ class ScheduleSimulator:
             return self._optimised(shape, costs, cut, memory_limit or memory_of_1f1b(shape, cut))
         without = replace(costs, transfer=0.0)
         free = costs.transfer == 0.0
-        # Micro-batches after which the order of ops repeats itself: those that pass a model chunk together.
-        period = max(-(-shape.num_ranks // shape.num_token_slices), 1)
-        ops_each = 2 * shape.num_stages * shape.num_token_slices
-        # Long enough for the slowest rank to set the pace, whatever ran ahead of it.
-        least = 4 * period
-        count = max(least, (MOST_OPS // ops_each - period) // period * period) + shape.num_micro_batches % period
-        line = partial(_on_a_line, shape, count, period)
+        fewer = FewerMicroBatches.of(shape, MOST_OPS)
+
+        def line(of: Callable[[PipelineShape], float]) -> float:
+            return fewer.makespan(lambda number: of(replace(shape, num_micro_batches=number)))
+
         makespan = line(lambda each: self._makespan(schedule, each, costs))
         copying = max(line(lambda each: self._copying_s(schedule, each, costs, host_copies)), 0.0)
         within = makespan if free else line(lambda each: self._makespan(schedule, each, without))
-        return SimulatedTime(makespan + copying, within, copying, _notes_of_line(shape, count, period))
+        return SimulatedTime(makespan + copying, within, copying, fewer.notes)
 
     def _copying_s(
         self, schedule: str, shape: PipelineShape, costs: OpCosts, host_copies: HostCopySettings | None
@@ -244,30 +260,16 @@ class ScheduleSimulator:
         from deepspeed_ext.plan.solve.orders import optimise
 
         search = partial(optimise, costs=costs, memory_limit=memory_limit, lengths=token_slices.lengths, effort=EFFORT)
-        count, period = SEARCHED_PERIODS * shape.num_ranks, shape.num_ranks
-        seconds = _on_a_line(shape, count, period, lambda each: search(each).makespan)
-        return SimulatedTime(seconds, seconds, notes=_notes_of_line(shape, count, period))
+        fewer = FewerMicroBatches.of(shape, 0, shape.num_ranks)
+        seconds = fewer.makespan(lambda number: search(replace(shape, num_micro_batches=number)).makespan)
+        return SimulatedTime(seconds, seconds, notes=fewer.notes)
 
     def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
         return self.orders(schedule, shape).simulate(costs).makespan
 
 
-def _on_a_line(shape: PipelineShape, count: int, period: int, of: Callable[[PipelineShape], float]) -> float:
-    """Return the seconds of a shape; of more than `count + period` micro-batches, on the line through these two."""
-    if shape.num_micro_batches <= count + period:
-        return of(shape)
-    low, high = (of(replace(shape, num_micro_batches=each)) for each in (count, count + period))
-    return low + (shape.num_micro_batches - count) / period * (high - low)
-
-
-def _notes_of_line(shape: PipelineShape, count: int, period: int) -> tuple[str, ...]:
-    if shape.num_micro_batches <= count + period:
-        return ()
-    return (f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}",)
-
-
 def num_searched_ops(shape: PipelineShape) -> int:
     """Return the number of ops of the longest order that is searched for to price `optimised`."""
-    num_micro_batches = min(shape.num_micro_batches, (SEARCHED_PERIODS + 1) * shape.num_ranks)
     # A forward and the two parts of its backward.
-    return 3 * shape.num_stages * shape.num_token_slices * num_micro_batches
+    longest = FewerMicroBatches.of(shape, 0, shape.num_ranks).numbers[-1]
+    return 3 * shape.num_stages * shape.num_token_slices * longest

@@ -34,7 +34,7 @@ from megatron_terapipe.search.price.activations import (
 )
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, constant
 from megatron_terapipe.search.price.layer_times import ScalarOrArray, key_heads
-from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy
+from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy, stage_ops
 from megatron_terapipe.search.price.workload import Layer, Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -369,7 +369,16 @@ class MemoryModel:
 
     def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None, copies: HostCopyPlan | None) -> Held:
         """[P] bytes that each rank holds at its peak."""
-        of_stage = self._stage_bytes(strategy, counts)
+        of_kind = self.token_bytes(
+            strategy.layout, strategy.recompute, strategy.sequence_parallel, strategy.key_value_gradients
+        )
+        is_recomputed = strategy.recompute == "stage"
+        of_stage = self.stage_bytes(
+            counts,
+            of_kind,
+            sequences=strategy.micro_batch_size / strategy.sequence_parallel_size,
+            input_sequences=is_recomputed * strategy.micro_batch_size / strategy.granularity,
+        )._replace(is_recomputed=is_recomputed)
         lengths = strategy.cut(self.workload.seq_length).lengths
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
         model_chunks, schedule = strategy.stages_of_a_rank, strategy.schedule
@@ -397,27 +406,31 @@ class MemoryModel:
         states = (token_slices > 1) * token_slices * states
         return held._replace(activations=sum(lengths) * activations + states, key_values=sum(lengths) * key_values)
 
-    def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
-        """Bytes of a token of a micro-batch on each stage."""
-        of_kind = self.token_bytes(
-            strategy.layout, strategy.recompute, strategy.sequence_parallel, strategy.key_value_gradients
-        )
-        sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
-        stages = TokenMemory(*(sequences * (of_kind @ counts.per_stage.T)))
-        is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
+    def stage_bytes(
+        self, counts: LayerCounts, of_kind: Floats, *, sequences: float = 1.0, input_sequences: ScalarOrArray = 0.0
+    ) -> StageBytes:
+        """Return the bytes of a token on each stage, [stages, ...], from the bytes in each kind of layer.
+
+        Args:
+            of_kind: [fields of `TokenMemory`, K, ...] as `token_bytes` has them.
+            sequences: of a micro-batch, of which a rank has the tokens.
+            input_sequences: [...] the same of the input of a stage that is recomputed; 0 where none is.
+        """
+        per_stage, shape = counts.per_stage, (len(counts.per_stage), -1, *(1,) * (of_kind.ndim - 2))
+        stages = TokenMemory(*(sequences * stage_ops(per_stage, of_kind)))
         # Layers run one after the other: only the largest temporary memory counts.
-        present, scores = (np.where(counts.per_stage > 0, of_kind[each], 0.0) for each in (WORKING, SCORES))
-        is_recomputed = strategy.recompute == "stage"
-        inputs = ELEMENT_BYTES[self.precision] * stage_input_elements(self.workload, counts)
-        inputs = inputs * (strategy.micro_batch_size / strategy.granularity) * is_recomputed
+        present = sequences * np.where(per_stage.reshape(shape) > 0, of_kind[[WORKING, SCORES], None], 0.0)
+        is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
+        elements = stage_input_elements(self.workload, counts).reshape(-1, *shape[2:])
+        inputs = ELEMENT_BYTES[self.precision] * elements * input_sequences
         return StageBytes(
             stages._replace(
                 activations=stages.activations + inputs,
-                working=sequences * present[:, ~is_head].max(axis=1, initial=0.0),
+                working=present[0][:, ~is_head].max(axis=1, initial=0.0),
                 freed_by_input_gradient=stages.freed_by_input_gradient + inputs,
-                scores=sequences * scores.max(axis=1, initial=0.0),
+                scores=present[1].max(axis=1, initial=0.0),
             ),
-            head_working=sequences * present[:, is_head].max(axis=1, initial=0.0),
+            inputs,
+            head_working=present[0][:, is_head].max(axis=1, initial=0.0),
             limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]),
-            is_recomputed=is_recomputed,
         )

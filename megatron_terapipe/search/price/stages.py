@@ -8,7 +8,7 @@ Sizes are arrays of any shape: the token slices of one strategy, a grid of strat
 One strategy is a grid of one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -325,6 +325,46 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | 
         slowest = np.where(seconds > most, ops, slowest)
         most = np.maximum(seconds, most)
     return slowest
+
+
+class KindTables(NamedTuple):
+    """Ops of the kinds of layers on the kinds of ranks, side by side."""
+
+    by_device: list[Floats]
+    """[..., kinds x K, ...]; more than one where the ranks of a stage are on several devices."""
+    kind_of_rank: NDArray[np.int64]
+    """[P] number of each pipeline rank's kind."""
+
+    @classmethod
+    def of(cls, groups: RankGroups, table: Callable[[Device, LayerLinks], Floats], axis: int = 1) -> "KindTables":
+        """Return the tables of a kind of rank, with K on this axis, joined."""
+        most = max(len(kind.devices) for kind in groups.kinds)
+        of_kinds = [[table(device, kind.links) for device in kind.devices] for kind in groups.kinds]
+        joined = [
+            np.concatenate([each[min(place, len(each) - 1)] for each in of_kinds], axis=axis) for place in range(most)
+        ]
+        return cls(joined, kind_of_rank(groups))
+
+    def layers(self, counts: Floats, ranks: NDArray[np.int64]) -> Floats:
+        """[n, kinds x K] layers in the columns of the kind of each rank [n], from [n, K]."""
+        out = np.zeros((len(counts), self.kind_of_rank.max() + 1, counts.shape[1]))
+        out[np.arange(len(counts)), self.kind_of_rank[ranks]] = counts
+        return out.reshape(len(counts), -1)
+
+
+def kind_of_rank(groups: RankGroups) -> NDArray[np.int64]:
+    """[P] number of the kind of each pipeline rank."""
+    found = np.empty(groups.layout.pipeline_parallel_size, np.int64)
+    for number, kind in enumerate(groups.kinds):
+        found[kind.ranks] = number
+    return found
+
+
+def different_rows(rows: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first of each of the different rows of [n, K] numbers, and [n] which of them each row is."""
+    numbers: dict[bytes, int] = {}
+    places = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows], dtype=np.int64)
+    return np.unique(places, return_index=True)[1], places
 
 
 def head_exchange_s(

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.schedules import KEEPING_ALL
-from megatron_terapipe.search.machine.software import ELEMENT_BYTES
-from megatron_terapipe.search.price.activations import SCORE_LIMIT, Held, TokenMemory, logit_limits
+from megatron_terapipe.search.price.activations import Held, TokenMemory, working_bytes
 from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.layer_times import ScalarOrArray
 from megatron_terapipe.search.price.links import RankGroups
-from megatron_terapipe.search.price.memory import Counted, MemoryModel, stage_input_elements, total_bytes
+from megatron_terapipe.search.price.memory import Counted, MemoryModel, total_bytes
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts
 from megatron_terapipe.search.rank.grid_times import OpTables, grid_times
 from megatron_terapipe.search.rank.rules import SAME_STAGES, LegalGrid, SearchCounts, layouts, legal_grids
@@ -57,46 +58,25 @@ class GridMemory:
         """[B, 1] tokens of a micro-batch that are as much as the part of one sequence-parallel rank."""
         self._token_slice = self._sequence / self._num_token_slices
         """[B, S] tokens of a token slice."""
-        tables = [
+        of_kinds = [
             [
                 model.token_bytes(grid.layout, recompute, parallel, grid.key_value_gradients)
                 for parallel in grid.sequence_parallel
             ]
             for recompute, _ in grid.recompute
         ]
-        each = TokenMemory(*np.moveaxis(np.array(tables), (0, 1), (2, 3)))
-        self._key_values, self._activations = np.asarray(each.key_values), np.asarray(each.activations)
-        """Each [K, R, Q] bytes of a token of one sequence."""
+        self._of_kinds = np.moveaxis(np.array(of_kinds), (0, 1), (2, 3))
+        """[fields of `TokenMemory`, K, R, Q] bytes of a token of one sequence."""
         self._offloads = np.array([offload for _, offload in grid.recompute])[:, None]
         """[R, 1] whether token slices wait on hosts."""
-        self._kept, logits = np.asarray(each.activations + each.key_values), np.asarray(each.logits)
-        self._recomputed = np.asarray(each.recomputed)
-        """Each [K, R, Q] bytes of a token of one sequence: kept; computed again with the whole stage."""
         self._of_stages = np.array([recompute == "stage" for recompute, _ in grid.recompute])[:, None]
         """[R, 1] whether stages are computed again."""
-        self._logits = np.where(self._of_stages, 0.0, logits)
-        """[K, R, Q] bytes of logits of a token of one sequence that wait for the backward."""
-        self._gradients, self._window_gradients = (
-            np.asarray(each.key_value_gradients),
-            np.asarray(each.window_gradients),
-        )
-        """Each [K, R, Q] bytes of gradients of keys and values: of a token, and of a sequence in a sliding window."""
         own = np.array([1 / grid.granularity(parallel) for parallel in grid.sequence_parallel])
-        self._shared_by = own * grid.layout.sequence_parallel_size
-        """[Q] part of a rank's tokens that it has of a stage input."""
+        self._input_sequences = own * grid.layout.sequence_parallel_size * self._of_stages
+        """[R, Q] part of a rank's tokens that it keeps of a stage input."""
         sequences = (sizes / self._num_token_slices)[:, :, None, None] * own
         self._messages = np.asarray(model.message_bytes(grid.layout.pipeline_parallel_size, sequences))
         """[B, S, 1, Q] bytes."""
-        self._limits = logit_limits(model.software, ELEMENT_BYTES[model.precision])
-        tokens = self._token_slice[:, :, None, None]
-        working, scores = (tokens * np.asarray(part)[:, None, None] for part in (each.working, each.scores))
-        working += np.minimum(scores, SCORE_LIMIT)
-        is_head = np.any(logits, axis=(1, 2))
-        # Logits that are computed only in the backward are held by it, too.
-        held = np.where(self._of_stages, tokens * logits[is_head][:, None, None], 0.0)
-        working[is_head] = np.minimum(working[is_head], self._limits.working) + np.minimum(held, self._limits.kept)
-        self._working = working
-        """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
 
     def fullness(
         self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], *, only_possible: bool = False
@@ -141,40 +121,40 @@ class GridMemory:
 
     def _held(self, counts: LayerCounts, ranks: list[int], schedule: str) -> Held:
         """[ranks, B, S, R, Q] bytes that come and go, at least."""
-        num_ranks, kinds = len(counts.parameters), counts.per_stage.shape[1]
-        stages = counts.per_stage.reshape(-1, num_ranks, kinds)[:, ranks].swapaxes(0, 1)
-        tokens = self._live_tokens(schedule, num_ranks, stages.shape[1], tuple(ranks))
+        num_ranks = len(counts.parameters)
+        of_stage = self._model.stage_bytes(counts, self._of_kinds, input_sequences=self._input_sequences)
+        model_chunks = len(counts.per_stage) // num_ranks
+        tokens = self._live_tokens(schedule, num_ranks, model_chunks, tuple(ranks))
 
-        last = stages[:, -1]
+        def of_ranks(part: ScalarOrArray) -> Floats:
+            """[stages, R, Q] -> [ranks, V, R, Q]."""
+            part = np.asarray(part)
+            return np.asarray(part.reshape(model_chunks, num_ranks, *part.shape[1:])[:, ranks].swapaxes(0, 1))
 
-        def on_last_stage(each: Floats) -> Floats:
-            """[K, R, Q] bytes -> [ranks, 1, 1, R, Q]."""
-            return np.asarray((last @ each.reshape(kinds, -1)).reshape(len(ranks), 1, 1, *each.shape[1:]))
+        def live(part: ScalarOrArray) -> Floats:
+            """[stages, R, Q] bytes of a token -> [ranks, B, S, R, Q]."""
+            found = of_ranks(part)
+            flat = tokens @ found.reshape(len(ranks), 1, model_chunks, -1)
+            return np.asarray(flat.reshape(*tokens.shape[:3], *found.shape[2:]))
 
-        def on_all_stages(each: Floats) -> Floats:
-            """[ranks, B, S, V] tokens x [K, R, Q] bytes -> [ranks, B, S, R, Q]."""
-            of_stage = (stages @ each.reshape(kinds, -1))[:, None]
-            return np.asarray((tokens @ of_stage).reshape(*tokens.shape[:3], *each.shape[1:]))
-
-        element = ELEMENT_BYTES[self._model.precision]
-        inputs = element * stage_input_elements(self._model.workload, counts).reshape(-1, num_ranks)[:, ranks].T
-        of_inputs = np.einsum("rbsv,rv->rbs", tokens, inputs)[..., None, None] * self._shared_by * self._of_stages
-        whole, part = self._sequence[:, :, None, None], self._token_slice[:, :, None, None]
         # The first backward is one of the last stage of the rank.
+        last = TokenMemory(*(of_ranks(part)[:, -1, None, None] for part in of_stage.token))
+        whole, part = self._sequence[:, :, None, None], self._token_slice[:, :, None, None]
         before = whole - part
         sequences = np.where(before > 0, whole / self._model.workload.seq_length, 0.0)
-        waiting = before * on_last_stage(self._gradients) + sequences * on_last_stage(self._window_gradients)
-        kept = on_all_stages(self._kept) + of_inputs
+        kept = live(of_stage.token.activations + of_stage.token.key_values)
         if self._offloads.any():
             # All else may wait on the host: this backward reads the keys and values of the whole sequence.
-            least = whole * on_last_stage(self._key_values) + part * on_last_stage(self._activations)
-            kept = np.where(self._offloads, least, kept)
+            inputs = of_ranks(of_stage.inputs)[:, -1, None, None]
+            kept = np.where(self._offloads, whole * last.key_values + part * (last.activations - inputs), kept)
+        head_working = of_ranks(of_stage.head_working)[:, -1, None, None]
+        # Logits of a recomputed stage are there only in its backward.
+        logits = np.where(self._of_stages, part * last.logits, live(of_stage.token.logits))
         return Held(
             activations=kept,
-            key_values=waiting,
-            logits=np.minimum(on_all_stages(self._logits), self._limits.kept),
-            working=np.array([self._working[row > 0].max(axis=0) for row in last])
-            + part * on_last_stage(self._recomputed),
+            key_values=before * last.key_value_gradients + sequences * last.window_gradients,
+            logits=np.minimum(logits, of_stage.limits.kept),
+            working=working_bytes(part, last, head_working, of_stage.limits),
         )
 
     def _live_tokens_of(self, schedule: str, num_ranks: int, model_chunks: int, ranks: tuple[int, ...]) -> Floats:
@@ -288,7 +268,11 @@ def price_space(
 
     Arrays of a grid have the shape [micro-batch sizes, token slices, ...] of its `StrategyGrid`.
     """
-    tables = _tables(pricings, choices)
+    known: dict[HardwareEfficiency, OpTables] = {}
+    tables = [
+        known.setdefault(each.cost_model.efficiency, OpTables(each.cost_model, choices["micro_batch_size"]))
+        for each in pricings
+    ]
     total = len(layouts(choices, problem.cluster.num_devices))
     for number, found in enumerate(legal_grids(problem, choices, counts)):
         progress(number, total, "closed form")
@@ -300,15 +284,20 @@ def price_space(
             if priced is not None:
                 yield priced
         different, fitting, roomy, helped = flags
-        counts.reject(SAME_STAGES, int((found.legal & ~different).sum()))
-        counts.reject(FITS, int((different & ~fitting).sum()))
-        counts.reject(HEADROOM, int((fitting & ~roomy).sum()))
-        fine = keeps_digits(found.grid, problem.precision)
-        counts.reject(COARSE_SUMS, int((roomy & ~fine).sum()))
-        counts.reject(NEEDS_NO_HOSTS, int((roomy & fine & ~helped).sum()))
-        for zero, row in enumerate(found.grid.rows):
-            counts.variants[row] += int((roomy & fine & helped)[..., zero].sum())
         counts.priced += int(different.sum())
+        fine = np.broadcast_to(keeps_digits(found.grid, problem.precision), different.shape)
+        left = found.legal
+        for name, kept in (
+            (SAME_STAGES, different),
+            (FITS, fitting),
+            (HEADROOM, roomy),
+            (COARSE_SUMS, fine),
+            (NEEDS_NO_HOSTS, helped),
+        ):
+            counts.reject(name, int((left & ~kept).sum()))
+            left = left & kept
+        for zero, row in enumerate(found.grid.rows):
+            counts.variants[row] += int(left[..., zero].sum())
 
 
 def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
@@ -319,20 +308,6 @@ def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
     stages = [stage for stage, _ in grid.zero]
     coarse = precision == "bf16" and 1 in stages
     return np.array([not coarse or stage == 1 for stage in stages])
-
-
-def _tables(pricings: Sequence[Pricing], choices: Choices) -> list[OpTables]:
-    """Return the prices of layers for every node order; orders with equal efficiencies and op times share them."""
-    tables: list[OpTables] = []
-    for pricing in pricings:
-        model = pricing.cost_model
-        same = (
-            found
-            for found, other in zip(tables, pricings, strict=False)
-            if (model.efficiency, model.op_times) == (other.cost_model.efficiency, other.cost_model.op_times)
-        )
-        tables.append(next(same, None) or OpTables(model, choices["micro_batch_size"]))
-    return tables
 
 
 def _price(
@@ -403,8 +378,7 @@ def _partitions(
             if rule == SOLVED:
                 if times is None:
                     times = layer_times(counter, replace(grid, **one_value), groups, tables)
-                micro_batches = int(grid.num_micro_batches.max())
-                partition = balanced_partition(problem, times, ranks, model_chunks, micro_batches)
+                partition = balanced_partition(problem, times, ranks, model_chunks)
                 if all(key[0] != model_chunks or partition != other for key, other in found.items()):
                     found[model_chunks, place] = partition
             else:

@@ -36,8 +36,10 @@ from megatron_terapipe.search.price.stages import (
     SPLIT_SCHEDULES,
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
+    KindTables,
     LayerCounts,
     StageOps,
+    different_rows,
     on_slowest_device,
     stage_ops,
 )
@@ -49,8 +51,8 @@ Splits = tuple[tuple[tuple[int, ...], ...], ...]
 """Lengths of the token slices: [Q switches][S numbers of token slices]."""
 
 
-WHOLE, FIRST, LAST, LONGEST = range(4)
-"""First axis of a table: all token slices of a micro-batch, the first, the last, and for each part the longest."""
+WHOLE, FIRST, LAST = range(3)
+"""First axis of a table: all token slices of a micro-batch, the first, and the last."""
 
 
 class OpTables:
@@ -63,7 +65,7 @@ class OpTables:
         self._tables: dict[tuple[object, ...], Floats] = {}
 
     def table(self, grid: StrategyGrid, device: Device, links: LayerLinks) -> Floats:
-        """Return the seconds that a grid needs: [4 of `WHOLE` ..., 4 parts, K layers, B sizes, S splits, R, Q]."""
+        """Return the seconds that a grid needs: [3 of `WHOLE` ..., 4 parts, K layers, B sizes, S splits, R, Q]."""
         splits = self.splits(grid)
         links = LayerLinks(*map(_relevant, links))
         layout = grid.layout
@@ -96,7 +98,7 @@ class OpTables:
 
     def _compute(self, grid: StrategyGrid, device: Device, links: LayerLinks, splits: Splits) -> Floats:
         axes = len(self._sizes), len(grid.token_slices), len(grid.recompute), len(grid.sequence_parallel)
-        table = np.empty((4, TENSOR_PARALLEL, len(self._model.counter.kinds), *axes))
+        table = np.empty((3, TENSOR_PARALLEL, len(self._model.counter.kinds), *axes))
         for parallel, (on, lengths) in enumerate(zip(grid.sequence_parallel, splits, strict=True)):
             starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
             for mode, (recompute, _) in enumerate(grid.recompute):
@@ -115,7 +117,6 @@ class OpTables:
                 table[WHOLE, ..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
                 table[FIRST, ..., mode, parallel] = ops[..., begins]
                 table[LAST, ..., mode, parallel] = ops[..., np.append(begins[1:], ops.shape[-1]) - 1]
-                table[LONGEST, ..., mode, parallel] = np.maximum.reduceat(ops, begins, axis=-1)
         return table
 
 
@@ -154,6 +155,7 @@ class RankOps:
     """[rows] number of ranks with the ops of a row."""
     first: int
     last: int
+    """Rows of the first and the last rank."""
     completing: Floats
     """[4, B, S, R, Q] of the first token slice in the first stage, whose backward completes the gradients of the first
     rank; of two devices, the slower one."""
@@ -163,75 +165,35 @@ class RankOps:
     """[4, N, B, S, R, Q] seconds of all token slices."""
     before: Floats
     """[4, N, B, S, R, Q] of the first token slice on all stages before, at least."""
-    filling_s: Floats
-    """[B, S, R, Q] forwards of all token slices but the last on the first stage, at least."""
     turning: Floats
     """[4, B, S, R, Q] of the last token slice on all stages, at least."""
-    deferred: Floats
-    """[N, B, S, R, Q] seconds of weight gradients that zero-bubble leaves for the end, at most."""
-
-
-def kind_of_rank(groups: RankGroups) -> Whole:
-    """[P] number of the kind of each pipeline rank."""
-    found = np.empty(groups.layout.pipeline_parallel_size, np.int64)
-    for number, kind in enumerate(groups.kinds):
-        found[kind.ranks] = number
-    return found
-
-
-class KindTables(NamedTuple):
-    """Tables of the kinds of ranks side by side: [4, parts, kinds x K, B, S, R, Q]."""
-
-    by_device: list[Floats]
-    """More than one where the ranks of a stage are on several devices."""
-    least: Floats
-    """Least seconds of all devices: a bound must not count on the slower one of two."""
-    kind_of_rank: Whole
-    """[P] number of each pipeline rank's kind."""
-
-    @classmethod
-    def of(cls, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> "KindTables":
-        """Look up the tables of a grid."""
-        most = max(len(kind.devices) for kind in groups.kinds)
-        of_kinds = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in groups.kinds]
-        by_device = [
-            np.concatenate([each[min(place, len(each) - 1)] for each in of_kinds], axis=2) for place in range(most)
-        ]
-        return cls(by_device, by_device[0] if most == 1 else np.minimum.reduce(by_device), kind_of_rank(groups))
-
-    def layers(self, counts: Floats, ranks: Whole) -> Floats:
-        """[n, kinds x K] layers in the columns of the kind of each rank, from [n, K]."""
-        out = np.zeros((len(counts), self.kind_of_rank.max() + 1, counts.shape[1]))
-        out[np.arange(len(counts)), self.kind_of_rank[ranks]] = counts
-        return out.reshape(len(counts), -1)
-
-    def slowest(self, layers: Floats) -> Floats:
-        """[parts, n, B, S, R, Q] seconds of all token slices, on the slowest device of each rank."""
-        return on_slowest_device([stage_ops(layers, table[WHOLE]) for table in self.by_device])
 
 
 def rank_ops(grid: StrategyGrid, tables: KindTables, counts: LayerCounts, op_s: float) -> RankOps:
     """Return the ops of the ranks of a stage partition, [parts, ranks, B, S, R, Q]."""
+
+    def slowest(layers: Floats) -> Floats:
+        """[parts, n, B, S, R, Q] seconds of all token slices, on the slowest device of each rank."""
+        return on_slowest_device([stage_ops(layers, table[WHOLE]) for table in tables.by_device])
+
     ranks, num_stages = len(counts.parameters), len(counts.per_stage)
+    # A bound must not count on the slower one of two devices.
+    least = np.minimum.reduce(tables.by_device) if len(tables.by_device) > 1 else tables.by_device[0]
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
     of_rank = tables.layers(counts.per_rank, np.arange(ranks))
     first_of, row_of_rank = different_rows(of_rank)
     rows = of_rank[first_of]
-    rows_whole = tables.slowest(rows) + op_s * (num_stages // ranks) * token_slices
-    longest = np.maximum.reduce([stage_ops(rows, table[LONGEST, [WEIGHT_GRADIENT]])[0] for table in tables.by_device])
+    rows_whole = slowest(rows) + op_s * (num_stages // ranks) * token_slices
     rank_of_row = np.zeros(len(rows), np.int64)
     rank_of_row[row_of_rank] = np.arange(ranks)  # the last one of each row stays
-    behind = rank_of_row.reshape(-1, 1, 1, 1, 1) + 1.0
-    some = np.minimum(behind % token_slices * (longest + op_s), rows_whole[WEIGHT_GRADIENT])
     rank_of_stage = np.arange(num_stages) % ranks
     of_stage = tables.layers(counts.per_stage, rank_of_stage)
     stages, followed = rank_of_row, rows_whole
     if num_stages > ranks:
-        last_stage = tables.slowest(of_stage[-1:]) + op_s * token_slices
+        last_stage = slowest(of_stage[-1:]) + op_s * token_slices
         stages, followed = np.append(stages, num_stages - 1), np.concatenate([followed, last_stage], axis=1)
     passed = np.concatenate([np.zeros((1, of_stage.shape[1])), np.cumsum(of_stage, axis=0)])
     completing = [stage_ops(of_stage[:1], table[FIRST])[:, 0] for table in tables.by_device]
-    filling = np.minimum.reduce([table[WHOLE, [FORWARD]] - table[LAST, [FORWARD]] for table in tables.by_device])
     return RankOps(
         whole=rows_whole,
         multiplicity=np.bincount(row_of_rank).astype(float),
@@ -240,18 +202,9 @@ def rank_ops(grid: StrategyGrid, tables: KindTables, counts: LayerCounts, op_s: 
         completing=np.maximum.reduce(completing) + op_s,
         stages=stages,
         followed=followed,
-        before=stage_ops(passed[stages], tables.least[FIRST]) + op_s * stages.reshape(-1, 1, 1, 1, 1),
-        filling_s=stage_ops(of_stage[:1], filling)[0, 0] + op_s * (token_slices - 1),
-        turning=stage_ops(passed[-1:], tables.least[LAST])[:, 0] + op_s * num_stages,
-        deferred=behind // token_slices * rows_whole[WEIGHT_GRADIENT] + some,
+        before=stage_ops(passed[stages], least[FIRST]) + op_s * stages.reshape(-1, 1, 1, 1, 1),
+        turning=stage_ops(passed[-1:], least[LAST])[:, 0] + op_s * num_stages,
     )
-
-
-def different_rows(rows: Floats) -> tuple[Whole, Whole]:
-    """Return the first of each of the different rows of [n, K] numbers, and [n] which of them each row is."""
-    numbers: dict[bytes, int] = {}
-    places = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows], dtype=np.int64)
-    return np.unique(places, return_index=True)[1], places
 
 
 class MessageTimes(NamedTuple):
@@ -334,7 +287,7 @@ def grid_times(
         """Price the grid with the devices and links of one kind of replica; all of them end the iteration together."""
         estimate = np.full(grid.shape, np.inf)
         bound = np.full(grid.shape, np.inf)
-        of_kinds = KindTables.of(grid, alike, tables)
+        of_kinds = KindTables.of(alike, lambda device, links: tables.table(grid, device, links), axis=2)
         sent: dict[tuple[tuple[float, float], ...], MessageTimes] = {}
         for place, found, elements, steps, orders in priced:
             ops = rank_ops(grid, of_kinds, found, cost_model.efficiency.op_s)
@@ -376,29 +329,22 @@ def grid_times(
 def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
     """[B, S, R, Q] seconds of the ops that no simulation goes below."""
     micro_batches, num_token_slices = _sizes(grid)
-    is_split = schedule in SPLIT_SCHEDULES
     before = ops.before + messages.first[ops.stages]
     each = lower_bound(
         schedule,
         num_micro_batches=micro_batches,
         ops=StageOps(*ops.followed),
         before=StageOps(*before),
-        deferred_s=ops.deferred if is_split else 0.0,
     )
     bound = np.maximum(np.max(each, axis=0), micro_batches * messages.busy)
     if schedule in ONE_STAGE_EACH and model_chunks == 1:
-        back = _back(schedule)
+        back = INPUT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD
         waiting = round_trip_bound(
-            schedule,
             num_ranks=grid.layout.pipeline_parallel_size,
             num_micro_batches=micro_batches,
             num_token_slices=num_token_slices,
-            filling_s=ops.filling_s,
-            forward_s=ops.turning[FORWARD] + messages.last,
-            backward_s=ops.turning[back] + messages.last,
-            last=StageOps(*ops.whole[:, ops.last]),
-            draining_s=before[back, ops.last],
-            deferred_s=ops.deferred[ops.last] if is_split else 0.0,
+            there_and_back_s=ops.turning[FORWARD] + ops.turning[back] + 2 * messages.last,
+            last_s=ops.whole[FORWARD, ops.last] + ops.whole[back, ops.last],
         )
         bound = np.maximum(bound, waiting)
     return np.asarray(bound)
@@ -408,11 +354,6 @@ def _sizes(grid: StrategyGrid) -> tuple[Floats, Floats]:
     """Numbers of micro-batches [B, 1, 1, 1], and of token slices [1, S, 1, 1]."""
     micro_batches = grid.num_micro_batches.reshape(-1, 1, 1, 1).astype(float)
     return micro_batches, np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
-
-
-def _back(schedule: str) -> int:
-    """The part of a backward for which the rank before waits."""
-    return INPUT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD
 
 
 def _step_s(step: StepCosts, covering: CoveringOps, model: CostModel, zero_stage: int) -> Floats:

@@ -268,9 +268,7 @@ def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing)
         return None
     tables = OpTables(model, (strategy.micro_batch_size,))
     times = layer_times(model.counter, StrategyGrid.of_strategy(strategy), model.groups(strategy), tables)
-    partition = balanced_partition(
-        problem, times, strategy.pipeline_parallel_size, strategy.num_model_chunks, strategy.num_micro_batches
-    )
+    partition = balanced_partition(problem, times, strategy.pipeline_parallel_size, strategy.num_model_chunks)
     if partition == problem.partition(strategy.stage_partition, strategy.num_stages):
         return None
     return priced(replace(strategy, stage_partition=partition.bounds), pricing, problem.memory_headroom)

@@ -1,25 +1,10 @@
-"""Layers of each stage: the exact partition for uneven layers and devices, and a quick one for every layout of a space.
+"""Layers of each stage: a quick partition for every layout of a space.
 
-A pipeline of S stages that runs M micro-batches takes about
-
-    (M - 1) x (period of the slowest stage) + sum of the fills of all stages
-
-where the period of a stage is its time for one micro-batch, and its fill its part of the time in which the first
-micro-batch goes through all stages (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
-Operators", NeurIPS 2020, use the first term; Li et al., "AMP", NeurIPS 2022, both). Both may depend on the layers of a
-stage in any way: devices differ, transfers at a cut block both its sides.
-
-`solve`: for one threshold on the period, the least sum of fills is a shortest path over cuts. It falls as the
-threshold rises, in steps, so that the best of all thresholds is found by halving the range between two thresholds
-wherever the sum differs at its ends and a threshold inside could win. The result is exact.
-
-`balanced_partition`: layers that are alike are dealt one by one, each to the rank that is then the least loaded, so the
-heaviest rank is as light as it can be, for any layers at the ends and any speeds of devices. Layers that differ
-need `solve`.
+Layers that are alike are dealt one by one, each to the rank that is then the least loaded, so the heaviest rank is as
+light as it can be, for any layers at the ends and any speeds of devices. Layers that differ are dealt so that the
+slowest stage is as fast as can be, and of all such partitions so that the first micro-batch passes fastest.
 """
 
-from bisect import bisect_left
-from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
@@ -27,135 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import StagePartition
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.price.links import RankGroups
 from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, LayerCounter
 from megatron_terapipe.search.rank.grid_times import WHOLE, OpTables
 from megatron_terapipe.search.rank.space import SearchProblem, StrategyGrid
 
 Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageTimes:
-    """Seconds by stage, first layer and end (exclusive); infinite where that is not possible."""
-
-    period_s: Numbers
-    """[num_stages, L + 1, L + 1] time of one micro-batch."""
-    fill_s: Numbers
-    """[num_stages, L + 1, L + 1] part of the time in which one micro-batch passes all stages."""
-
-    @property
-    def num_stages(self) -> int:
-        """Stages."""
-        return int(self.period_s.shape[0])
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that they hold."""
-        return int(self.period_s.shape[1]) - 1
-
-
-def stage_times(layer_times_s: Numbers, num_stages: int) -> StageTimes:
-    """Return the times of stages whose layers add up.
-
-    Args:
-        layer_times_s: [L], or [num_stages, L] where devices differ: forward and backward of one micro-batch.
-    """
-    layers = np.atleast_2d(np.asarray(layer_times_s, dtype=np.float64))
-    num_layers = layers.shape[1]
-    if not 1 <= num_stages <= num_layers:
-        raise ConfigError(
-            f"stage_partition: {num_layers} layers on {num_stages} stages: give between 1 and {num_layers} stages"
-        )
-    before = np.zeros((layers.shape[0], num_layers + 1))
-    np.cumsum(layers, axis=1, out=before[:, 1:])
-    possible = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool), k=1)
-    fill = np.where(possible, before[:, None, :] - before[:, :, None], np.inf)
-    fill = np.array(np.broadcast_to(fill, (num_stages, *fill.shape[1:])))
-    period = fill.copy()
-    # The first stage begins with the first layer, the last one ends with the last.
-    period[0, 1:] = period[-1, :, :-1] = np.inf
-    return StageTimes(period, fill)
-
-
-ROUNDING = 1e-12
-"""Relative difference below which two sums of the same numbers in another order count as equal."""
-
-
-def solve(times: StageTimes, num_micro_batches: int) -> tuple[StagePartition, float]:
-    """Deal layers to stages so that the pipeline is as fast as can be, for any times of stages.
-
-    The second value is (M - 1) x period of the slowest stage + sum of fills, in seconds.
-    """
-    weight = num_micro_batches - 1
-    thresholds = np.unique(times.period_s[np.isfinite(times.period_s)]).tolist()
-    loosest = len(thresholds) - 1
-    lowest_sum = _sum_of_fills(times, thresholds[loosest]) if thresholds else np.inf
-    if not np.isfinite(lowest_sum):
-        raise ConfigError(
-            f"stage_partition: no way to deal {times.num_layers} layers to {times.num_stages} stages stays within "
-            "memory: use more stages, more tensor-parallel ranks, smaller micro-batches or recomputation"
-        )
-    tightest = _tightest(times, thresholds)
-    sums = {loosest: lowest_sum, tightest: _sum_of_fills(times, thresholds[tightest])}
-
-    def objective(index: int) -> float:
-        return float(weight * thresholds[index] + sums[index])
-
-    best = min(sums, key=objective)
-    # Thresholds between two indices that may still win, and a sum that none of them is below.
-    ranges = [(tightest, loosest, lowest_sum)]
-    while ranges:
-        low, high, least = ranges.pop()
-        if weight:
-            high = bisect_left(thresholds, (objective(best) - least) / weight, low, high)
-        if high - low < 2 or sums[low] - least <= ROUNDING * least:
-            continue
-        middle = (low + high) // 2
-        sums[middle] = _sum_of_fills(times, thresholds[middle])
-        best = min(best, middle, key=objective)
-        ranges += [(middle, high, least), (low, middle, sums[middle])]
-    bounds = _path(times, thresholds[best])
-    period = max(float(times.period_s[stage, bounds[stage], bounds[stage + 1]]) for stage in range(times.num_stages))
-    fills = sum(float(times.fill_s[stage, bounds[stage], bounds[stage + 1]]) for stage in range(times.num_stages))
-    return StagePartition(bounds), weight * period + fills
-
-
-def _tightest(times: StageTimes, thresholds: list[float]) -> int:
-    """Index of the smallest threshold that some partition keeps."""
-    reach = np.full(times.num_layers + 1, np.inf)
-    reach[0] = -np.inf
-    for stage in range(times.num_stages):
-        reach = np.maximum(reach[:, None], times.period_s[stage]).min(axis=0)
-    return int(np.searchsorted(thresholds, reach[-1]))
-
-
-def _sum_of_fills(times: StageTimes, threshold: float) -> float:
-    """The least sum of fills if no period is above the threshold; infinite if there is no such partition."""
-    return float(_reach(times, threshold)[-1][-1])
-
-
-def _reach(times: StageTimes, threshold: float) -> list[Numbers]:
-    """[num_stages + 1][L + 1]: the least sum of fills of the first stages, if they hold the first layers."""
-    start = np.full(times.num_layers + 1, np.inf)
-    start[0] = 0.0
-    reach = [start]
-    within = np.where(times.period_s <= threshold, times.fill_s, np.inf)
-    for stage in range(times.num_stages):
-        reach.append((reach[-1][:, None] + within[stage]).min(axis=0))
-    return reach
-
-
-def _path(times: StageTimes, threshold: float) -> tuple[int, ...]:
-    """Bounds of a partition with the least sum of fills."""
-    reach = _reach(times, threshold)
-    bounds = [times.num_layers]
-    for stage in reversed(range(times.num_stages)):
-        end = bounds[-1]
-        within = np.where(times.period_s[stage, :, end] <= threshold, times.fill_s[stage, :, end], np.inf)
-        bounds.append(int(np.argmin(reach[stage] + within)))
-    return tuple(reversed(bounds))
 
 
 def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> Numbers:
@@ -169,7 +31,7 @@ def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, t
 
 
 def balanced_partition(
-    problem: SearchProblem, layer_times_s: Numbers, num_ranks: int, model_chunks: int, num_micro_batches: int
+    problem: SearchProblem, layer_times_s: Numbers, num_ranks: int, model_chunks: int
 ) -> StagePartition:
     """Deal the layers of a model to stages.
 
@@ -185,11 +47,35 @@ def balanced_partition(
     if np.ptp(dealt, axis=1).max() <= 1e-9 * dealt.max():
         sizes = _alike(dealt[:, 0], ends, workload.num_dealt_layers, model_chunks)
         return StagePartition(tuple(accumulate(sizes, initial=0)))
-    num_stages = num_ranks * model_chunks
     stage_rows = np.tile(dealt, (model_chunks, 1))
     stage_rows[0, 0] += ends[0]
     stage_rows[-1, -1] += ends[-1]
-    return solve(stage_times(stage_rows, num_stages), num_micro_batches)[0]
+    return _unlike(stage_rows)
+
+
+def _unlike(stage_rows: Numbers) -> StagePartition:
+    """Deal layers of [stages, L] seconds: two shortest paths over cuts, by the longest stage and by the sum."""
+    stages, layers = stage_rows.shape
+    before = np.pad(np.cumsum(stage_rows, axis=1), ((0, 0), (1, 0)))
+    possible = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
+    of_run = np.where(possible, before[:, None, :] - before[:, :, None], np.inf)
+    start = np.full(layers + 1, np.inf)
+    start[0] = 0.0
+    slowest = start
+    for each in of_run:
+        slowest = np.maximum(slowest[:, None], each).min(axis=0)
+    of_run[of_run > slowest[-1] * (1 + ROUNDING)] = np.inf
+    reach = [start]
+    for each in of_run:
+        reach.append((reach[-1][:, None] + each).min(axis=0))
+    bounds = [layers]
+    for stage in reversed(range(stages)):
+        bounds.append(int(np.argmin(reach[stage] + of_run[stage, :, bounds[-1]])))
+    return StagePartition(tuple(reversed(bounds)))
+
+
+ROUNDING = 1e-12
+"""Relative difference below which two sums of the same numbers in another order count as equal."""
 
 
 def _alike(each_s: Numbers, ends_s: Numbers, num_layers: int, model_chunks: int) -> list[int]:

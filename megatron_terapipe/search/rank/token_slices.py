@@ -32,6 +32,7 @@ from deepspeed_ext.plan.solve.token_slices import CutEvaluation, FixedSchedule, 
 from megatron_terapipe.config.flops import granularity_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.makespan import FewerMicroBatches
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
     FORWARD,
@@ -39,10 +40,11 @@ from megatron_terapipe.search.price.stages import (
     SPLIT_SCHEDULES,
     WEIGHT_GRADIENT,
     PlacedStrategy,
+    different_rows,
+    kind_of_rank,
     op_sizes,
     pipeline_shape,
 )
-from megatron_terapipe.search.rank.grid_times import different_rows, kind_of_rank
 from megatron_terapipe.strategy import Strategy
 
 
@@ -134,32 +136,24 @@ MOST_OPS = 4_000  # ops that are simulated for each cut: less than a tenth of a 
 
 
 class ExtrapolatedSchedule(CutEvaluation):
-    """Judges cuts by one schedule.
-
-    Once the pipeline is full each further round of micro-batches takes as long as the one before, so that the makespan
-    of many is on the straight line through two smaller numbers.
-    """
+    """Judges cuts by one schedule, with fewer micro-batches where there are many."""
 
     def __init__(
         self, schedule: Schedule, shape: PipelineShape, costs: TokenSliceCosts, transfer: float | TransferCosts
     ) -> None:
         """Prepare."""
-        ranks, wanted = shape.num_ranks, shape.num_micro_batches
-        ops_each = 2 * shape.num_stages * shape.num_token_slices
-        fewest = max(2 * ranks, MOST_OPS // ops_each // ranks * ranks) + wanted % ranks
-        simulated = (wanted,) if wanted <= fewest + ranks else (fewest, fewest + ranks)
         self.num_ops = 0
-        self._rest = (wanted - simulated[-1]) / ranks
-        self._parts = [
-            FixedSchedule(schedule, replace(shape, num_micro_batches=number), costs, transfer=transfer)
-            for number in simulated
-        ]
+        self._fewer = FewerMicroBatches.of(shape, MOST_OPS)
+        self._parts = {
+            number: FixedSchedule(schedule, replace(shape, num_micro_batches=number), costs, transfer=transfer)
+            for number in self._fewer.numbers
+        }
 
     def __call__(self, cut: TokenSlices) -> float:
         """Makespan with a cut, in seconds."""
-        first, *more = (part(cut) for part in self._parts)
-        self.num_ops = sum(part.num_ops for part in self._parts)
-        return first if not more else more[0] + self._rest * (more[0] - first)
+        makespan = self._fewer.makespan(lambda number: self._parts[number](cut))
+        self.num_ops = sum(part.num_ops for part in self._parts.values())
+        return makespan
 
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128)
