@@ -186,7 +186,8 @@ def own_devices(hosts: Hosts | None, flags: Mapping[str, str], variables: Mappin
     number = len(listed) if hosts is None else len(next(iter(hosts.values())))
     if number > len(listed):
         raise ConfigError(f"{stated} shows {len(listed)} devices, and {number} ranks are to start: give a lower number")
-    if number > 1 and listed[0].startswith("MIG-"):
+    if number > 1 and any(each.startswith("MIG-") for each in listed):
+        # NVIDIA's MIG User Guide, CUDA Device Enumeration; and no instance reaches another by NVLink or PCIe.
         raise ConfigError(
             f"{stated} names MIG instances, of which CUDA shows one to a process: add --num-accelerators 1"
         )
