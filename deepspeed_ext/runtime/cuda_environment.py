@@ -174,11 +174,7 @@ def check_cuda_environment(environment: Mapping[str, str], *, num_pipeline_ranks
 
 
 def check_same_environment(by_rank: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
-    """Compare the `compared_variables` of all ranks, and return a warning for each variable in which two differ.
-
-    Args:
-        hosts: name of the host of each rank.
-    """
+    """Compare the `compared_variables` of all ranks, on their hosts; return a warning for each in which two differ."""
     warnings = []
     for name in dict.fromkeys(name for values in by_rank for name in values):
         first = by_rank[0].get(name)

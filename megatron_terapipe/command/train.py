@@ -183,7 +183,8 @@ def dry_run_words(flags: Mapping[str, str], words: Sequence[str]) -> tuple[list[
     if flags.keys() == {"hostfile"}:
         return [*words, "--hostfile", flags["hostfile"]], {}
     sizes = [len(slots) for slots in hosts.values()]
-    return list(words), _place(sum(sizes), max(sizes))
+    sizes_of_run = {"WORLD_SIZE": str(sum(sizes)), "LOCAL_SIZE": str(max(sizes))}
+    return list(words), {"RANK": "0", "LOCAL_RANK": "0", **sizes_of_run}
 
 
 def _has_program(words: Sequence[str]) -> bool:
@@ -209,12 +210,6 @@ def trainer_file() -> str:
     if found is None or found.origin is None:
         raise UserError("pretrain_gpt.py is not installed: install this project with pip, or start in its folder")
     return os.path.abspath(found.origin)
-
-
-def _place(world_size: int, local_size: int) -> dict[str, str]:
-    """The variables of the first rank."""
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(local_size)}
-    return {"RANK": "0", "LOCAL_RANK": "0", **sizes}
 
 
 OF_THE_LAUNCHER = ("hostfile",)

@@ -59,8 +59,6 @@ class Imports:
     cuda: str | None = None
     """Version of CUDA that torch was built for; None for a build without."""
     nccl: str | None = None
-    resident_bytes: int = 0
-    """Memory of the process with both loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

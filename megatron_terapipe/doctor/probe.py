@@ -361,7 +361,7 @@ MARK = "doctor: "
 
 IMPORTED = "imported: "
 IMPORTS = f"""
-import json, resource
+import json
 import torch
 from deepspeed.accelerator import get_accelerator
 has_cuda = torch.cuda.is_available()
@@ -370,7 +370,6 @@ print({IMPORTED!r} + json.dumps({{
     "num_devices": torch.cuda.device_count() if has_cuda else 0,
     "cuda": torch.version.cuda,
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
-    "resident_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
 }}), flush=True)
 """
 
