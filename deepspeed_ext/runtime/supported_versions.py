@@ -25,6 +25,7 @@ PRIVATE_NAMES = (
     "distributed.ProcessGroup._get_backend",
     "distributed.ProcessGroup._get_sequence_number_for_group",
     "distributed.distributed_c10d._get_default_store",
+    "distributed.distributed_c10d._world.group_count",
     "distributed.distributed_c10d._world.pg_map",
     "distributed.distributed_c10d._world.pg_names",
     "ops.aten._efficient_attention_backward",
