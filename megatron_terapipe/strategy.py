@@ -215,7 +215,6 @@ class Strategy:
         flag_help=(10, f"recomputation among {', '.join(RECOMPUTE)}"),
         label=(11, "recomputation"),
         column=(9, "recompute"),
-        dropped=6,
         phrase=(9, "recompute {}"),
         tie=8,
         tie_key=lambda mode: RECOMPUTE.index(mode) if mode in RECOMPUTE else len(RECOMPUTE),

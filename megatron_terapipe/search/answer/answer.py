@@ -6,10 +6,19 @@ from typing import Any, NamedTuple
 
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
+from megatron_terapipe.search.answer.figures import (
+    bytes_text,
+    devices_of,
+    layout_text,
+    numbers_text,
+    speed_of,
+    time_text,
+)
 from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, PredictedPart, RankedEntry
+from megatron_terapipe.search.answer.published import TOLERANCE, best_published
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.price.cost_model import Prediction
+from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
@@ -42,26 +51,42 @@ def ranking(
     training: Training = NOT_ASKED,
 ) -> dict[str, Any]:
     """Return the fields that the documents of `rank` and `predict` share."""
-    found = entries_of(problem, entries, training)
-    winner = next((each for each in found if each.rank == 1 and each.feasible and each.predicted), None)
-    of_winner = [] if winner is None else [f"rank 1: {note}" for note in winner.price.notes]
+    ranked = list(entries)
+    found = entries_of(problem, ranked, training)
+    winner = next((each for each in zip(ranked, found, strict=True) if each[1].rank == 1 and each[1].feasible), None)
+    of_winner = [] if winner is None else [f"rank 1: {note}" for note in winner[0].price.notes]
     return {
         **question(problem, global_batch_size, constraints),
-        "notes": list(dict.fromkeys([*_impossible(found), *notes, *of_winner])),
+        "answer": "no strategy can run" if winner is None else answer_text(problem, *winner),
+        "notes": list(dict.fromkeys([*notes, *of_winner])),
         "entries": found,
     }
 
 
-def _impossible(entries: Sequence[RankedEntry]) -> list[str]:
-    """Return a warning if an entry takes more FLOP/s than the devices have."""
-    shares = [(entry.predicted.mfu_causal or 0.0, entry.rank) for entry in entries if entry.predicted]
-    share, rank = max(shares, key=lambda each: each[0], default=(0.0, 0))
-    if share <= 1:
-        return []
-    return [
-        f"rank {rank} would take {share:.0%} of the devices' peak, and no device does more than its peak: "
-        "correct the FLOP/s of the device, the profile, the calibration or the measured seconds, whichever is wrong"
-    ]
+def answer_text(problem: SearchProblem, winner: Ranked, entry: RankedEntry) -> str:
+    """Return the answer in words: sizes, time, tokens a second, MFU beside the best published, and memory."""
+    price, published = entry.price, best_published(problem.cluster)
+    words = [f"{time_text(price.iteration_time_s)} a step", f"{price.tokens_per_s:,.0f} tokens/s"]
+    if price.mfu is not None and price.mfu_causal is not None:
+        name, used, best = "MFU", price.mfu, None if published is None else published.share
+        if published is not None and used > published.share + TOLERANCE:
+            # Else it would seem too high because it counts scores that are never computed.
+            name, used, best = "causal MFU", price.mfu_causal, published.causal_share
+        words.append(f"{name} {used:.0%}{'' if best is None else f' (best published {best:.0%})'}")
+    if price.memory_per_rank:
+        groups = RankGroups(ClusterTable.of(problem.cluster), winner.strategy.layout, winner.strategy.placement)
+        ranks = zip(price.memory_per_rank, groups.smallest, strict=True)
+        held, of = max(((rank["total"], device.memory_bytes) for rank, device in ranks), key=lambda each: each[0])
+        held_text, of_text = bytes_text(held), bytes_text(of)
+        words.append(f"{held_text.removesuffix(of_text[-3:])} of {of_text}")
+    impossible = "" if (price.mfu_causal or 0.0) <= 1 else IMPOSSIBLE
+    return f"{layout_text(winner.strategy)}: {', '.join(words)}{impossible}"
+
+
+IMPOSSIBLE = (
+    "; no device does more than its peak: correct the FLOP/s of the device, the profile, the calibration or the "
+    "measured seconds, whichever is wrong"
+)
 
 
 TIME_NAMES = {

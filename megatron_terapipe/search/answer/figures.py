@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD, granularity_of
-from megatron_terapipe.console import output_console
 from megatron_terapipe.dimensions import Dimension, ordered_for
 from megatron_terapipe.search.answer.json_documents import DecisionPart, PredictedPart, RankedEntry, Ranking, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -140,68 +139,50 @@ def strategy_text(strategy: Strategy | Mapping[str, Any]) -> str:
     return " · ".join(parts)
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+def difference_text(strategy: Strategy, other: Strategy) -> str:
+    """Return the settings in which a strategy differs from another: `tp 8 · pp 4 · 3 token slices`."""
+    parts = [
+        template.format(getattr(strategy, each.name))
+        for each, template in ordered_for(DIMENSIONS, "phrase")
+        if getattr(strategy, each.name) != getattr(other, each.name) and "{}" in template
+    ]
+    return " · ".join(parts) or "the same with other settings"
+
+
+def layout_text(strategy: Strategy) -> str:
+    """Return the sizes of a strategy above 1 in a few words: `tp 4, pp 8, 6 slices`."""
+    sizes = [
+        template.format(getattr(strategy, each.name))
+        for each, template in ordered_for(DIMENSIONS, "phrase")
+        if each.ranks and getattr(strategy, each.name) > 1
+    ]
+    sizes += [f"{strategy.num_token_slices} slices"] if strategy.num_token_slices > 1 else []
+    return ", ".join(sizes) or "one device"
+
+
+def bandwidth_text(bytes_per_s: float) -> str:
+    """Return a bandwidth of a network, in bits."""
+    gbits = 8e-9 * bytes_per_s
+    return f"{gbits:,.0f} Gbit/s" if gbits >= 10 else f"{gbits:.2g} Gbit/s"
+
 
 COLUMNS = ordered_for(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
-
-DROPPED_FIRST = tuple(
-    name
-    for _, name in sorted(
-        [
-            (5, "bubble"),
-            (5, "causal MFU"),
-            (6, "variants"),
-            (7, "interval"),
-            *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
-        ]
-    )
-)
-"""Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
-
 LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
 
 USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
 """Columns that are left out where every row has this text."""
 
-SHORT = 4  # letters of a name of a column that has to be explained are fewer
 LONGEST = 23  # letters of a list of numbers; the JSON has all of it
-
-
-def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
-    """Print the ranking, the strategies that cannot run below it, and the notes, as wide as the terminal."""
-    console = console or output_console()
-    entries = sorted(ranking.entries, key=lambda entry: entry.rank)
-    console.print(heading(ranking), markup=False, highlight=False)
-    names, rows = rows_of(entries, ranking.model.seq_length)
-    shown = _fitting(names, rows, console.width)
-    console.print(_table(entries, shown, rows))
-    if rows and (explained := legend(shown)):
-        console.print(f"columns: {explained}", markup=False, highlight=False)
-    for note in ranking.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
-
-
-def legend(names: Sequence[str]) -> str:
-    """Return the meanings of the short names of columns."""
-    words = {name: each.name.removeprefix("num_").replace("_", " ") for each, name in COLUMNS}
-    words |= {"mbs": "micro-batch size", "cut": "tokens of each token slice"}
-    return ", ".join(
-        f"{name} = {words[name]}" for name in names if name in words and len(name) < SHORT < len(words[name])
-    )
 
 
 def heading(ranking: Ranking) -> str:
     """Return the model, the batch and the cluster of a ranking in one line."""
     model, nodes = ranking.model, ranking.cluster.num_nodes
-    batch = ""
-    if ranking.global_batch_size is not None:
-        batch = f", {ranking.global_batch_size} sequence{'s' if ranking.global_batch_size > 1 else ''} a step"
+    batch = "" if ranking.global_batch_size is None else f" x {ranking.global_batch_size}"
     trainer = "" if ranking.software == TERAPIPE.name else f", trainer {ranking.software}"
     listed = " + ".join(f"{count} x {name}" for name, count in ranking.cluster.devices.items())
     return (
-        f"{model.name} ({count_text(model.parameters)} parameters, {model.seq_length} tokens{batch}) on "
+        f"{model.name} ({count_text(model.parameters)} parameters), {model.seq_length:,}{batch} tokens a step, on "
         f"{listed} in {nodes} node{'s' if nodes > 1 else ''}, {ranking.precision}{trainer}"
     )
 
@@ -233,18 +214,6 @@ def rows_of(entries: Sequence[RankedEntry], seq_length: int) -> tuple[list[str],
     return [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in rows)], rows
 
 
-def _fitting(names: list[str], rows: list[dict[str, str]], width: int) -> list[str]:
-    """Return the columns that a line has room for; the reason, which wraps, counts no more than its title."""
-    widths = {name: max(map(len, [name, *(row.get(name, "") for row in rows if name != "why not")])) for name in names}
-    kept = list(names)
-    for name in DROPPED_FIRST:
-        if sum(widths[each] + 2 for each in kept) <= width:
-            break
-        if name in kept:
-            kept.remove(name)
-    return kept
-
-
 def _cell(dimension: Dimension, strategy: Strategy, seq_length: int) -> str:
     value = getattr(strategy, dimension.name)
     if dimension.name == "token_slices":
@@ -268,18 +237,3 @@ def _cut(strategy: Strategy, seq_length: int) -> str:
 def _short(value: tuple[int, ...]) -> str:
     text = ",".join(map(str, value))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-
-
-def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[dict[str, str]]) -> "Table":
-    import rich.box
-    import rich.table
-    import rich.text
-
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in names:
-        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
-    for entry, row in zip(entries, rows, strict=True):
-        style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
-        # As `Text`, so that brackets in a name are not markup.
-        table.add_row(*(rich.text.Text(row.get(name, "")) for name in names), style=style)
-    return table

@@ -12,7 +12,6 @@ from pydantic import AfterValidator, Field
 from megatron_terapipe.search.machine.entries import ClosedModel
 from megatron_terapipe.search.price.cost_model import OPTIONAL_PARTS, TimeBreakdown
 from megatron_terapipe.search.price.memory import RankMemory
-from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
 
 Amount = Annotated[float, Field(ge=0, le=1e40)]
 """Seconds, bytes or bytes per second. Their sums have no overflow."""
@@ -40,132 +39,26 @@ MemoryObject = Annotated[dict[str, Amount], _with_all_fields(RankMemory, "total"
 """Bytes of a pipeline rank by their use, and their sum."""
 
 
-class AlternativePart(ClosedModel):
-    """Another strategy than the winner."""
+class WhatIfPart(ClosedModel):
+    """The question with one change, and its answer."""
 
-    strategy: StrategyObject
-    iteration_time_s: float
-
-
-class TooFullPart(AlternativePart):
-    """The fastest strategy that fits the devices and does not leave the headroom free."""
-
-    left_free: float
-    """Share of the fullest device that it leaves free."""
-    could_save: float | None
-    """Share of the winner's time that it would save; null = no strategy leaves the headroom free."""
-
-
-class FoundOrderPart(AlternativePart):
-    """The winner with an order of its ops that was searched for: with the schedule `optimised`."""
-
-    peak_memory_bytes: float
-    """Bytes on the fullest device."""
-    could_save: float
-    """Share of the winner's time that it saves."""
-
-
-class FewerDevicesPart(AlternativePart):
-    """A part of the cluster, and the best strategy found on it."""
-
-    num_devices: int
-    nodes: list[str]
-    time_ratio: float
-    """The same in seconds of the winner on all devices; below 1 fewer devices are faster."""
-    cost_ratio: float
-    """Seconds x devices, relative to the winner; below 1 fewer devices need less device time for each token."""
-    device_hours_ratio: dict[str, float]
-    """The same for each kind of device of the cluster; 0 = the part has none."""
-    price_ratio: float | None
-    """Price of a token, relative to the winner; null = no prices are given."""
-
-
-class OtherWinnerPart(ClosedModel):
-    """A constant of the cost model with which another strategy is better than the winner."""
-
-    constant: str
+    name: str
+    """The kind of change: `found_order`, `interleaved_slices`, `memory_headroom`, `fewer_devices`, `published_mfu`,
+    `effort`, `constant`, `network`. Where nothing fits: `nearest` for the strategy nearest to fitting, then the
+    changes with which one fits: `memory_headroom`, `constraint` (a flag that is dropped), `key_value_gradients`,
+    `devices`, `seq_length`, `global_batch_size`, `device_memory`."""
+    value: int | float | str | None
+    """The new value: the headroom, the number of devices, the name of a constant, ...; null = none is needed."""
+    strategy: StrategyObject | None
+    """The best strategy then; null = none can run."""
+    iteration_time_s: float | None
     change: float
-    """As a share of the constant: its uncertainty."""
-    strategy: StrategyObject | None
-    """The better strategy then; null = none of those that were compared fits the devices then."""
-    regret: float
-    """How much longer the winner takes then, as a share; for memory, how much longer the one that fits takes."""
-    is_memory: bool
-    """Whether it is a constant of the memory, with which the winner does not fit the devices."""
-
-
-class NetworkPart(ClosedModel):
-    """A bandwidth from which the winner changes."""
-
-    bandwidth: float
-    """Bytes per second of all network cards of a node, from which another strategy is more than 1 % faster."""
-    strategy: StrategyObject | None
-    """The fastest at the last bandwidth that was tried, a quarter of the given or four times as much."""
-    regret: float
-    """How much longer the winner takes there, as a share."""
-
-
-class SensitivityPart(ClosedModel):
-    """The constants that decide the winner."""
-
-    changes: list[OtherWinnerPart]
-    """Constants that change the winner by more than 1 %, those with the largest regret first."""
-    network: list[NetworkPart]
-    """Bandwidths of a node's network cards, at most one below and one above the given, that change it so."""
-    network_bandwidth: float | None
-    """The given bytes per second of the slowest node, of which a quarter to four times were tried. Null = known, or
-    there is one node."""
-    num_constants: int
-    num_contenders: int
-
-
-class UtilizationPart(ClosedModel):
-    """An MFU above all published ones."""
-
-    predicted: float
-    predicted_causal: float
-    """The same without the scores that causal attention never computes."""
-    published: float
-    published_causal: float
-    published_run: str
-    published_time_s: float | None
-    """Seconds of an iteration at that causal MFU; null = it is no less than the predicted one."""
-
-
-RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gradients", "constraint"]
-
-
-class RemedyPart(ClosedModel):
-    """One change with which the model fits."""
-
-    kind: RemedyKind
-    value: int | str
-    """Devices, tokens or sequences; the dimension whose flag is dropped, empty = all of them."""
-    strategy: StrategyObject
-    """A strategy that then fits."""
-
-
-class DistancePart(ClosedModel):
-    """How far the model is from fitting."""
-
-    strategy: StrategyObject
-    pipeline_rank: int
-    memory: MemoryObject
-    """Bytes that it needs, by their use."""
-    device: str
-    usable_bytes: float
-    """Bytes of it that may be used."""
-    device_bytes: float
-    """Memory of a device that it would fit."""
-    fits_with_optimizer_on_host: bool
-    """Whether it fits with the optimizer state of each device in the memory of its host."""
-    remedies: list[RemedyPart]
-    """Single changes with which a strategy fits, each the smallest that was found."""
-
-    @property
-    def fullness(self) -> float:
-        """Needed memory as a share of the usable one; it fits up to 1."""
-        return self.memory["total"] / self.usable_bytes
+    """Share of the time that it saves, or of device hours or of the price; of a constant, the share that rank 1 would
+    lose. 1 where it decides whether a strategy can run."""
+    line: str
+    """The answer in one line."""
+    more: str
+    """The rest in full sentences; may be empty."""
 
 
 class TrainerPart(ClosedModel):
@@ -187,29 +80,7 @@ class TrainerPart(ClosedModel):
     """Published run of a model of this kind, dense or with experts, on each kind of device; null = none is known."""
 
 
-class AdvicePart(ClosedModel):
-    """Possible changes, and doubts."""
-
-    memory_headroom: float = MEMORY_HEADROOM
-    """Share of each device that every ranked strategy leaves free."""
-    too_full: TooFullPart | None = None
-    """A faster strategy without headroom; null = there is none."""
-    fewer_devices: list[FewerDevicesPart] = Field(default_factory=list)
-    """Parts of the cluster that were tried, largest first."""
-    sensitivity: SensitivityPart | None = None
-    """Constants that decide the winner; null = there is no winner."""
-    utilization: UtilizationPart | None = None
-    """Null = the MFU of the winner is at most 3 points above the best published, or none is known."""
-    distance_to_fit: DistancePart | None = None
-    """Null = the model fits, or memory is not the reason why no strategy can run."""
-    found_order: FoundOrderPart | None = None
-    """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""
-    interleaved_slices: FoundOrderPart | None = None
-    """The best interleaved schedule with token slices on the layout of the winner; null = it saves no time, or rankings
-    have it."""
-
-
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Version of the documents of all commands."""
 
 
@@ -343,7 +214,7 @@ class LaunchPart(ClosedModel):
 class Document(ClosedModel):
     """The question, and notes on the answer."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     model: ModelPart
     cluster: ClusterPart
     software: str
@@ -354,12 +225,14 @@ class Document(ClosedModel):
     constraints: dict[str, list[Any]]
     """Values that flags allow for dimensions of the strategy; others are free."""
     notes: list[str]
-    """Assumptions and warnings, as below the table."""
+    """Assumptions and warnings in full sentences."""
 
 
 class Ranking(Document):
     """Strategies with their prices."""
 
+    answer: str
+    """The answer in words."""
     entries: list[RankedEntry]
     """The strategies: of `rank` best first, of `predict` in the order of their file."""
 
@@ -375,7 +248,8 @@ class RankDocument(Ranking):
     command: Literal["rank"] = "rank"
     trainers: list[TrainerPart]
     """Other trainers for the same question; empty on CPUs, or with `--no-rivals`."""
-    advice: AdvicePart
+    advice: list[WhatIfPart]
+    """The same question with one change, where it is worth saying; those first that can change most."""
     search: SearchPart
     why_none: str | None
     """Why no strategy can run; null where one can."""

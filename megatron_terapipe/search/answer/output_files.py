@@ -280,7 +280,7 @@ def write_files(
             write_text(path, page, make_folder=True)
     if directory is not None and launch is not None:
         files += launch.write(directory)
-        if (found := document.advice.found_order) is not None:
+        for found in (each for each in document.advice if each.name == "found_order"):
             strategy = Strategy.from_json(found.strategy)
             other = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
             files += other.write(str(Path(directory) / FOUND_ORDER))

@@ -54,9 +54,14 @@ def render_page(
         panels_note: the parts of them that are not drawn; empty = none.
     """
     priced, title = document.priced, f"{document.model.name} on {document.cluster.name or 'the cluster'}"
-    listed = "".join(f"<li>{escape(note)}</li>" for note in document.notes)
+    notes_of = [*(f"{each.line}. {each.more}".rstrip() for each in document.advice), *document.notes]
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes_of)
     notes = [section("Notes", f"<ul>{listed}</ul>")] if listed else []
-    body = [f"<header><h1>{escape(title)}</h1></header>", f'<p class="sub">{escape(heading(document))}</p>']
+    body = [
+        f"<header><h1>{escape(title)}</h1></header>",
+        f'<p class="sub">{escape(document.answer)}</p>',
+        f'<p class="sub">{escape(heading(document))}</p>',
+    ]
     if priced:
         body += [section("", _winner(priced[0])), *notes]
         if command:

@@ -7,7 +7,6 @@ from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
-from megatron_terapipe.search.answer.figures import print_table
 from megatron_terapipe.search.answer.flags import (
     add_progress_flag,
     add_question_flags,
@@ -18,6 +17,7 @@ from megatron_terapipe.search.answer.flags import (
 )
 from megatron_terapipe.search.answer.json_documents import PredictDocument
 from megatron_terapipe.search.answer.output_files import write_document
+from megatron_terapipe.search.answer.screen import print_table
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.search import predict_one, ranked_in_order, with_batch
 
@@ -74,4 +74,6 @@ def run(options: argparse.Namespace) -> int:
     write_document(options.json, document)
     if options.json != STANDARD_OUTPUT:
         print_table(document)
+        for note in document.notes:
+            print(f"- {note}")
     return 0

@@ -16,7 +16,8 @@ from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
-from megatron_terapipe.search.answer.figures import bytes_text, print_table, strategy_text, time_text
+from megatron_terapipe.search.answer.distance import if_nothing_fits
+from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.flags import (
     add_constraint_flags,
     add_headroom_flag,
@@ -28,10 +29,11 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_one_strategy,
 )
-from megatron_terapipe.search.answer.json_documents import AdvicePart, RankDocument, SearchPart
+from megatron_terapipe.search.answer.json_documents import RankDocument, SearchPart, WhatIfPart
 from megatron_terapipe.search.answer.other_trainers import other_trainers, trainer_notes
 from megatron_terapipe.search.answer.output_files import script_command, write_document, write_files
-from megatron_terapipe.search.answer.what_if import Question, advice_notes, advise, distance_text, remedies_text
+from megatron_terapipe.search.answer.screen import print_notes, print_table
+from megatron_terapipe.search.answer.what_if import Question, what_ifs
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
@@ -140,10 +142,13 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
         )
         result = replace(result, entries=result.entries[: options.top])
-        advice = advise(question, result, progress, training)
-        proposed = []
+        if result.entries:
+            advice = what_ifs(question, result, progress, training)
+        else:
+            advice = list(if_nothing_fits(question, result))
+        proposed = ""
         if result.entries and options.propose_trials is not None:
-            proposed.append(write_proposals(options.propose_trials, question, progress))
+            proposed = write_proposals(options.propose_trials, question, progress)
     # Placements of strategies are in terms of the cluster in the order of its hostfile.
     pricing = question.pricing
     entries = [
@@ -151,13 +156,13 @@ def run(options: argparse.Namespace) -> int:
     ]
     trainers = list(other_trainers(question)) if options.rivals else []
     winner_s = entries[0].iteration_time_s if entries else None
-    all_notes = (
-        *(*trainer_notes(trainers, problem, winner_s), *advice_notes(advice, problem), *notes, *costs.notes),
-        *(*how_sure(result), *proposed),
-    )
+    all_notes = (*trainer_notes(trainers, problem, winner_s), *costs.notes, *notes, *how_sure(result))
     counts = result.counts
+    fields = ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training)
+    for each in advice if not entries else ():
+        fields["answer"] = f"nothing fits: {each.line}" if each.name == "nearest" else fields["answer"]
     document = RankDocument(
-        **ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training),
+        **fields,
         trainers=trainers,
         advice=advice,
         search=SearchPart(
@@ -172,7 +177,7 @@ def run(options: argparse.Namespace) -> int:
     )
     op_costs = pricing.cost_model.pipeline_costs
     document = write_files(document, problem, op_costs, directory=options.output, html=options.html)
-    show_answer(options, document)
+    show_answer(options, document, [*costs.notes], proposed)
     lines = [] if options.explain is None else explain_space(result)
     if explained is not None:
         lines += explain_strategy(explained, question, result)
@@ -186,31 +191,31 @@ def run(options: argparse.Namespace) -> int:
 
 
 def how_sure(result: SearchResult) -> list[str]:
-    """Return a note on whether a strategy that was not simulated could win; empty without a winner."""
+    """Return how many strategies were priced, and whether another could win; empty without a winner."""
     if not result.entries:
         return []
     counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"
     if result.proven:
         return [f"{counted}: none of the others can be more than 1 % faster under this model"]
-    return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; use more --effort"]
+    return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most"]
 
 
-def nothing_fits(result: SearchResult, advice: AdvicePart, problem: SearchProblem) -> str:
+def nothing_fits(result: SearchResult, advice: list[WhatIfPart], problem: SearchProblem) -> str:
     """Return why no strategy remains: the rule that the last ones broke, and the remedy."""
     doubles = {rule.name for rule in DUPLICATES}
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
         return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
-    distance = advice.distance_to_fit
+    remedies = " or ".join(each.line for each in advice if each.name != "nearest")
     if result.too_full is not None:
-        with_room = "" if distance is None else f"; one would with {remedies_text(distance, problem)}"
+        with_room = f"; one would with {remedies}" if remedies else ""
         return (
             f"no strategy can run: {result.counts.rejected[HEADROOM]:,} fit the devices, but none keeps as much memory "
             f"free as --memory-headroom asks for{with_room}"
         )
     last, number = rejected[-1]
     if last in (FITS, HEADROOM):
-        nearest = "" if distance is None else f": {distance_text(distance, problem)}"
+        nearest = f": one would fit with {remedies}" if remedies else ""
         return (
             f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices have"
             f"{nearest}"
@@ -227,13 +232,21 @@ def nothing_fits(result: SearchResult, advice: AdvicePart, problem: SearchProble
     )
 
 
-def show_answer(options: argparse.Namespace, document: RankDocument) -> None:
-    """Write the JSON, and print the table and the commands that launch the winner."""
+def show_answer(options: argparse.Namespace, document: RankDocument, costs: list[str], proposed: str) -> None:
+    """Write the JSON, and print the table, the notes and the commands that launch the winner.
+
+    Args:
+        costs: notes on the sources of prices.
+        proposed: a note on the trials that were proposed; empty = none were asked for.
+    """
     write_document(options.json, document)
     if options.json == STANDARD_OUTPUT:
         return
     launch = document.launch
     print_table(document)
+    print_notes(document, costs, explained=options.explain is not None)
+    if proposed:
+        print(f"\n{proposed}")
     if launch.files:
         print(f"\nwritten: {', '.join(launch.files)}")
     if launch.command is None:

@@ -106,12 +106,10 @@ def read_costs(
         notes += profile_notes(profile, cluster)
     if calibration_path is None:
         calibration = no_calibration(cluster if profile is None else None)
-        notes.append("no calibration on this cluster: intervals are wide, because data sheets are uncertain")
         guessed = sorted({node.device.name for node in cluster.nodes if is_guessed(node.device)})
         if guessed and profile is None:
             notes.append(
-                f"the efficiency of kernels on {' and '.join(guessed)} is a guess, as there is no table of it: "
-                "measure it (--profile), or calibrate on trials"
+                f"the efficiency of kernels on {' and '.join(guessed)} is a guess: measure (--profile), or calibrate"
             )
     else:
         calibration = calibrated(cluster, calibration_path, profile)

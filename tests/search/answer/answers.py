@@ -11,7 +11,6 @@ from pydantic import Field, TypeAdapter
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.json_documents import (
-    AdvicePart,
     PredictDocument,
     RankDocument,
     SearchPart,
@@ -92,7 +91,7 @@ def answer(
     rejected = {"does not fit <memory>": 3000, "batch": 1000}
     fields: dict[str, Any] = {
         "trainers": [],
-        "advice": AdvicePart(),
+        "advice": [],
         "search": SearchPart(
             considered=5000, rejected=rejected, priced=1000, simulated=0, proven=False, could_save=0.0
         ),

@@ -16,30 +16,42 @@ from pydantic import ValidationError
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.draw.html import Panel
 from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.search.answer.answer import compare, document_text, ranking, runners_up
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
     count_text,
     model_flops,
     numbers_text,
-    print_table,
     rows_of,
     time_text,
 )
-from megatron_terapipe.search.answer.json_documents import PredictDocument
+from megatron_terapipe.search.answer.json_documents import PredictDocument, RankDocument, TrainerPart, WhatIfPart
 from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_files
 from megatron_terapipe.search.answer.page import render_page
+from megatron_terapipe.search.answer.published import PUBLISHED, best_published
+from megatron_terapipe.search.answer.screen import notes_of, print_notes, print_table
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.html_pages import Page
-from tests.search.answer.answers import BEST, READER, answer, checked, read, small_problem, strategies
+from tests.search.answer.answers import (
+    BEST,
+    READER,
+    SECOND,
+    answer,
+    checked,
+    prediction,
+    read,
+    small_problem,
+    strategies,
+)
 
 
 def test_the_document_of_a_ranking() -> None:
     document = checked(document_text(answer(notes=["given"])))
-    assert (document["schema_version"], document["command"]) == (1, "rank")
+    assert (document["schema_version"], document["command"]) == (2, "rank")
     assert document["search"]["rejected"] == {"does not fit <memory>": 3000, "batch": 1000}
     assert document["notes"] == ["given", "rank 1: micro-batches extrapolated"]
     entries = document["entries"]
@@ -77,7 +89,7 @@ def test_every_part_of_a_prediction_is_there(part: str) -> None:
         READER.validate_python(document)
 
 
-@pytest.mark.parametrize("fault", [{"schema_version": 2}, {"notes": None}, {"more": 1}, {"command": "slices"}])
+@pytest.mark.parametrize("fault", [{"schema_version": 1}, {"notes": None}, {"more": 1}, {"command": "slices"}])
 def test_other_documents_are_refused(fault: dict[str, object]) -> None:
     document = checked(document_text(answer()))
     with pytest.raises(ValidationError):
@@ -85,29 +97,107 @@ def test_other_documents_are_refused(fault: dict[str, object]) -> None:
 
 
 def test_warning_about_more_than_the_peak() -> None:
-    assert not any("peak" in note for note in answer().notes)
+    assert "peak" not in answer().answer
     first = strategies()[0]
     impossible = replace(first, prediction=replace(first.price, iteration_time_s=1e-9))
-    (note,) = (each for each in answer(entries=[impossible]).notes if "peak" in each)
-    assert note.startswith("rank 1 would take ") and "no device does more than its peak" in note
+    assert "; no device does more than its peak: correct " in answer(entries=[impossible]).answer
+
+
+def printed(document: RankDocument, width: int) -> list[str]:
+    stream = io.StringIO()
+    print_table(document, rich.console.Console(file=stream, width=width))
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
 def test_the_table() -> None:
-    stream = io.StringIO()
-    print_table(answer(), rich.console.Console(file=stream, width=170))
-    text = stream.getvalue()
-    lines = text.splitlines()
-    assert lines[0].startswith("4x64 (")
-    assert "16 x A100-SXM4-80GB in 2 nodes, bf16" in lines[0]
+    lines = printed(answer(), 170)
+    assert (
+        lines[0] == "dp 2, tp 2, pp 4, 2 slices: 1.4 s a step, 731 tokens/s, MFU 0% (best published 70%), 8 of 85.2 GB"
+    )
+    assert lines[1].startswith("4x64 (") and lines[1].endswith(
+        "128 x 8 tokens a step, on 16 x A100-SXM4-80GB in 2 nodes, bf16"
+    )
     head = next(line for line in lines if "rank" in line)
-    names = "rank dp tp pp S mbs schedule V recompute ZeRO sp cut time interval tokens/s MFU causal MFU bubble memory"
-    assert head.split() == [*names.split(), "why", "not"]
+    # What all rows share is said once below them.
+    names = "rank dp tp pp S recompute cut time interval tokens/s MFU causal MFU bubble memory why not"
+    assert head.split() == names.split()
     first = next(line for line in lines if line.split()[:1] == ["1"]).split()
-    assert first[:7] == ["1", "2", "2", "4", "2", "1", "1f1b"]
-    assert "80,48" in text and "even" in text
-    assert "1.4 s" in text and "-10 +20 %" in text and "8 GB" in text
-    assert "[why] <it> falls" in text
-    assert "note: rank 1: micro-batches extrapolated" in text
+    assert first[:6] == ["1", "2", "2", "4", "2", "none"]
+    text = "\n".join(lines)
+    assert "80,48" in text and "even" in text and "-10 +20 %" in text and "[why] <it> falls" in text
+    assert "all rows: mbs 1, schedule 1f1b, V 1, ZeRO 1, sp no" in lines
+    assert "S: token slices, V: model chunks, mbs: micro-batch size" in lines
+
+
+@pytest.mark.parametrize(
+    ("peak", "said"), [(9e9, "because it holds 1 GB less"), (8e9, "because it sends less between nodes"), (0, "")]
+)
+def test_why_the_first_is_before_a_faster_one(peak: float, said: str) -> None:
+    first, second, _ = strategies()
+    faster = replace(prediction(1.0, 0.19, ranks=4, peak=peak or 8e9), iteration_time_s=1.39 if peak else 1.41)
+    lines = printed(answer(entries=[first, replace(second, prediction=faster)]), 100)
+    found = [line for line in lines if "rank 1 comes first" in line]
+    assert found == ([f"rank 2 is 0.7% faster; within 1% of time rank 1 comes first {said}"] if said else [])
+
+
+def change(name: str, share: float) -> WhatIfPart:
+    return WhatIfPart(
+        name=name, value=None, strategy=None, iteration_time_s=None, change=share, line=f"{name} {share}", more="More."
+    )
+
+
+def trainer(name: str, seconds: float | None) -> TrainerPart:
+    return TrainerPart(
+        software=name, title=name, strategy=None if seconds is None else BEST.to_json(), iteration_time_s=seconds,
+        interval_s=None, memory=None, on_host=[], why_not=None if seconds else "no", measured_run="a run",
+    )  # fmt: skip
+
+
+def test_notes_are_few_and_ordered_by_what_they_can_change() -> None:
+    """One of a kind; trainers that cannot run are in full sentences only."""
+    advice = [
+        change("a", 0.1),
+        change("b", 0.05),
+        change("b", 0.04),
+        change("c" * 100, 0.03),
+        *(change(x, 0.02) for x in "def"),
+    ]
+    document = answer(
+        advice=advice, trainers=[trainer("faster", 1.3), trainer("slower", 2.8), trainer("none", None)], notes=["given"]
+    )
+    assert notes_of(document)[:3] == [
+        "a 0.1",
+        "faster: 1.3 s, 0.93 times rank 1 (dp 2, tp 2, pp 4, 2 slices; measured)",
+        "b 0.05",
+    ]
+    for explained in (False, True):
+        stream = io.StringIO()
+        print_notes(document, explained=explained, console=rich.console.Console(file=stream, width=100))
+        lines = stream.getvalue().splitlines()
+        assert all(len(line) <= 100 for line in lines) and (len(lines) == 5 or explained)
+        assert ("- given" in lines) == explained == ("- b 0.04. More." in lines)
+
+
+def test_published_figures_are_those_of_the_generation() -> None:
+    assert set(PUBLISHED) <= set(GENERATION_NAMES)
+    # A product of large matrices alone reaches 0.73 (GB200) to 0.87 (A100).
+    assert all(0.3 < each.causal_share <= each.share < 0.73 for each in PUBLISHED.values())
+    names = {("A100-80GB",): "ampere", ("A100-80GB", "A100-40GB"): "ampere", ("A100-80GB", "H100"): ""}
+    for devices, generation in names.items():
+        cluster, _ = parse_cluster({"nodes": [{"device": name, "devices": 8} for name in devices]}, "cluster")
+        assert best_published(cluster) == PUBLISHED.get(generation)
+    runs = {
+        "ampere": (40, 5120, 2048, 2 * 5120 * 4 * 5120 + 6 * 5120 * 13824, 128000),
+        "hopper": (32, 4096, 8192, 2 * 4096 * (2 * 4096 + 2 * 1024) + 6 * 4096 * 14336, 128256),
+        "blackwell": (126, 16384, 8192, 2 * 16384 * (2 * 16384 + 2 * 1024) + 6 * 16384 * 53248, 128256),
+    }
+    for name, (layers, hidden, tokens, products, vocab) in runs.items():
+        whole = layers * (products + 4 * tokens * hidden) + 2 * hidden * vocab
+        causal = whole - layers * 2 * tokens * hidden
+        assert PUBLISHED[name].causal_share == pytest.approx(PUBLISHED[name].share * causal / whole, abs=0.001)
+    # The step time of the table, on eight devices.
+    flops = 3 * 8192 * 128 * (32 * (runs["hopper"][3] + 4 * 8192 * 4096) + 2 * 4096 * 128256)
+    assert PUBLISHED["hopper"].share == pytest.approx(flops / 12.27 / 8 / 989.4e12, abs=0.001)
 
 
 def test_why_the_winner_wins() -> None:
@@ -157,15 +247,12 @@ def test_texts_of_figures(text_of: Callable[[Any], str], texts: dict[Any, str]) 
 
 
 def test_a_narrow_terminal_drops_columns_instead_of_cutting_them() -> None:
-    wide, narrow = io.StringIO(), io.StringIO()
-    shown = answer(entries=strategies()[:2])
-    print_table(shown, rich.console.Console(file=wide, width=170))
-    print_table(shown, rich.console.Console(file=narrow, width=80))
-    assert "cut" in wide.getvalue() and "…" not in wide.getvalue()
-    assert "…" not in narrow.getvalue()
-    head = next(line for line in narrow.getvalue().splitlines() if "rank" in line).split()
-    assert {"rank", "dp", "tp", "pp", "S", "mbs", "schedule", "time", "tokens/s", "memory"} <= set(head)
-    assert max(map(len, narrow.getvalue().splitlines())) <= 80
+    shown = answer(entries=[strategies()[0], replace(strategies()[1], strategy=replace(SECOND, schedule="gpipe"))])
+    wide, narrow = (printed(shown, width) for width in (170, 75))
+    assert "cut" in "".join(wide) and "…" not in "".join(wide + narrow)
+    head = next(line for line in narrow if "rank" in line).split()
+    assert {"rank", "S", "schedule", "recompute", "time", "interval", "memory"} <= set(head) and "cut" not in head
+    assert max(map(len, narrow)) <= 75
 
 
 def test_no_utilization_of_a_guess() -> None:

@@ -9,14 +9,11 @@ import rich.console
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training, add_training_flags, training_of
-from megatron_terapipe.search.answer.figures import print_table
-from megatron_terapipe.search.answer.json_documents import AdvicePart, FewerDevicesPart
 from megatron_terapipe.search.answer.page import render_page
-from megatron_terapipe.search.answer.what_if import advice_notes
+from megatron_terapipe.search.answer.screen import print_table
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.strategy import Strategy
-from tests.search import problems
 from tests.search.answer.answers import answer, small_problem, strategies
 
 
@@ -98,29 +95,3 @@ def test_table_and_page_have_what_was_asked(training: Training, columns: str) ->
     assert " ".join(head.partition("memory")[2].split()) == columns
     page = render_page(document, small_problem())
     assert all((f">{name}" in page) == (name in columns) for name in ("days", "device hours", "price"))
-
-
-@pytest.mark.parametrize(
-    ("time_ratio", "price_ratio", "said"),
-    [
-        (1.1, None, "fewer devices take fewer device hours: on 2 of the 4 devices, without the nodes of slow, "),
-        (
-            1.1,
-            None,
-            "for 45% fewer device hours a token, 1.10 times those of fast: add --price to compare prices, or --devices",
-        ),
-        (1.1, 0.97, "fewer devices take fewer device hours: "),
-        (1.1, 0.97, ", at 0.97 times the price: add --devices-at-most 2 to rank them"),
-        (1.1, 0.8, "fewer devices are cheaper: "),
-        (1.9, None, ""),
-    ],
-)
-def test_fewer_devices_of_a_mixed_cluster(time_ratio: float, price_ratio: float | None, said: str) -> None:
-    cluster = Cluster(nodes=(problems.node("a"), problems.node("b", problems.SLOW)))
-    part = FewerDevicesPart(
-        strategy=Strategy(data_parallel_size=2, global_batch_size=8).to_json(), iteration_time_s=1.0, num_devices=2,
-        nodes=["a"], time_ratio=time_ratio, cost_ratio=time_ratio / 2, price_ratio=price_ratio,
-        device_hours_ratio={"fast": time_ratio, "slow": 0.0},
-    )  # fmt: skip
-    notes = advice_notes(AdvicePart(fewer_devices=[part]), problems.small_problem(cluster))
-    assert said in notes[0] if said else not notes

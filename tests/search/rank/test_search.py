@@ -191,9 +191,9 @@ def test_interleaved_token_slices_are_tried_where_trials_flags_or_cpus_have_them
         assert (max(counts, default=1) > 1) == (is_tried and bool(counts))
     pipelined = Strategy(pipeline_parallel_size=4, global_batch_size=8)
     winner = Ranked(strategy=pipelined, prediction=asked.pricing.predict(pipelined))
-    found = with_interleaved_slices(asked, winner)
+    found = next(with_interleaved_slices(asked, winner), None)
     assert (is_tried or "interleaved" not in choices["schedule"]) == (found is None)
-    assert found is None or found.strategy.num_token_slices > 1 < found.strategy.num_model_chunks
+    assert found is None or found.strategy["num_token_slices"] > 1 < found.strategy["num_model_chunks"]
 
 
 def crowded(memory_bytes: float, headroom: float) -> SearchProblem:

@@ -1,0 +1,148 @@
+"""The screen of a command: the answer in words, the question, the table, and the notes that can change most.
+
+All of it fits 100 columns, and the width of a terminal otherwise; the page and the JSON have the rest.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_terapipe.console import output_console
+from megatron_terapipe.search.answer.figures import (
+    COLUMNS,
+    LEFT,
+    bytes_text,
+    heading,
+    layout_text,
+    rows_of,
+    time_text,
+)
+from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry, Ranking
+from megatron_terapipe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+DROPPED_FIRST = tuple(
+    name
+    for _, name in sorted(
+        [
+            (5, "bubble"),
+            (5, "causal MFU"),
+            (6, "variants"),
+            (10, "tokens/s"),
+            (11, "MFU"),
+            *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
+        ]
+    )
+)
+"""Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
+
+KEPT = ("recompute",)  # columns that stay where all rows have the same text
+EXPLAINED = {"S": "token slices", "V": "model chunks", "mbs": "micro-batch size", "seq": "context-parallel ranks"}
+MOST_NOTES = 5
+
+
+def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
+    """Print the answer, the question and the ranking, with the strategies that cannot run last."""
+    console = console or output_console()
+    entries = sorted(ranking.entries, key=lambda entry: entry.rank)
+    for line in (ranking.answer, heading(ranking)):
+        console.print(line, markup=False, highlight=False)
+    if not entries:
+        return
+    names, rows = rows_of(entries, ranking.model.seq_length)
+    shared = _shared(names, rows)
+    shown = _fitting([name for name in names if name not in shared], rows, console.width)
+    console.print(_table(entries, shown, rows))
+    legend = [f"{name}: {words}" for name, words in EXPLAINED.items() if name in shown or name in shared]
+    lines = [f"all rows: {', '.join(f'{name} {text}' for name, text in shared.items())}"] if shared else []
+    lines += [", ".join(legend)] if legend else []
+    for line in (*lines, *_why_first(ranking.priced)):
+        console.print(line, markup=False, highlight=False)
+
+
+def _why_first(priced: Sequence[RankedEntry]) -> list[str]:
+    """Return why the first is before a faster one; empty if none is faster."""
+    if not priced or (best := min(priced, key=lambda entry: entry.price.iteration_time_s)) is priced[0]:
+        return []
+    first, other = priced[0].price, best.price
+    faster = 1 - other.iteration_time_s / first.iteration_time_s
+    if first.peak_memory_bytes < other.peak_memory_bytes:
+        fewer = f"holds {bytes_text(other.peak_memory_bytes - first.peak_memory_bytes)} less"
+    else:
+        fewer = "sends less between nodes"
+    return [f"rank {best.rank} is {faster:.1%} faster; within 1% of time rank 1 comes first because it {fewer}"]
+
+
+def notes_of(document: RankDocument) -> list[str]:
+    """Return a line for each change that is worth saying, one of a kind, those first that can change most."""
+    # Where nothing fits, the error has the changes with which one does.
+    first_of_each = {each.name: each for each in reversed(document.advice if document.priced else [])}
+    found = [(each.change, each.line) for each in first_of_each.values()]
+    winner_s = document.priced[0].price.iteration_time_s if document.priced else None
+    for each in document.trainers:
+        if each.iteration_time_s is None or each.strategy is None or each.why_not is not None:
+            continue
+        ratio = each.iteration_time_s / winner_s if winner_s else 0.0
+        compared = f", {ratio:.2f} times rank 1" if ratio else ""
+        known = "measured" if each.measured_run else "never measured on such devices"
+        layout = layout_text(Strategy.from_json(each.strategy))
+        line = f"{each.title}: {time_text(each.iteration_time_s)}{compared} ({layout}; {known})"
+        found.append((max(0.0, 1 - ratio), line))
+    return [line for _, line in sorted(found, key=lambda each: -each[0])]
+
+
+def print_notes(
+    document: RankDocument, costs: Sequence[str] = (), *, explained: bool = False, console: "Console | None" = None
+) -> None:
+    """Print the notes that can change most, a line each.
+
+    Args:
+        costs: notes on the sources of prices, which follow where there is room.
+        explained: print all in full sentences, which for `costs` are in the document.
+    """
+    console = console or output_console()
+    if explained:
+        for each in document.advice:
+            console.print(f"- {each.line}. {each.more}".rstrip(), markup=False, highlight=False)
+        for note in document.notes:
+            console.print(f"- {note}", markup=False, highlight=False)
+        return
+    for line in [*notes_of(document), *costs][:MOST_NOTES]:
+        console.print(f"- {line}", markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
+
+
+def _shared(names: Sequence[str], rows: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Return the columns of a strategy that have the same text in all of several rows, and this text."""
+    if len(rows) < 2:
+        return {}
+    texts = {name: {row.get(name, "") for row in rows} for _, name in COLUMNS if name in names and name not in KEPT}
+    return {name: text for name, (text, *others) in ((name, sorted(of)) for name, of in texts.items()) if not others}
+
+
+def _fitting(names: list[str], rows: list[dict[str, str]], width: int) -> list[str]:
+    """Return the columns that a line has room for; the reason, which wraps, counts no more than its title."""
+    widths = {name: max(map(len, [name, *(row.get(name, "") for row in rows if name != "why not")])) for name in names}
+    kept = list(names)
+    for name in DROPPED_FIRST:
+        if sum(widths[each] + 2 for each in kept) <= width:
+            break
+        if name in kept:
+            kept.remove(name)
+    return kept
+
+
+def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[dict[str, str]]) -> "Table":
+    import rich.box
+    import rich.table
+    import rich.text
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in names:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
+    for entry, row in zip(entries, rows, strict=True):
+        style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
+        # As `Text`, so that brackets in a name are not markup.
+        table.add_row(*(rich.text.Text(row.get(name, "")) for name in names), style=style)
+    return table
