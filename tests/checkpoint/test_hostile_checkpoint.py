@@ -27,7 +27,7 @@ from megatron_terapipe.huggingface.folder_weights import SavedTensors
 from megatron_terapipe.inference import WholeModel
 from tests.hostile_files import Calls, hostile_zip, legacy_torch_file, plain_pickle, poison
 from tests.huggingface.models import MODELS, save, whole_model
-from tests.inference.checkpoints import MODEL, write_checkpoint
+from tests.inference.checkpoints import MODEL, write_checkpoint, write_manifest
 
 LAYER = "layer_03-model_00-model_states.pt"
 
@@ -59,6 +59,7 @@ def test_commands_end_in_one_line(tmp_path: Path, command: str, capsys: pytest.C
     model = MODELS["llama"]
     directory = save(whole_model(model), model, tmp_path / "saved")
     poison(directory / LAYER, tmp_path / "hit")
+    write_manifest(directory)
     words = ["--load", str(tmp_path / "saved")]
     if command == "generate":
         words += ["--prompt", "1 2", "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
