@@ -192,8 +192,8 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
 
 
 def _model_folder(options: argparse.Namespace) -> _Source:
+    from megatron_terapipe.huggingface.families.registry import tokenizer_of
     from megatron_terapipe.huggingface.folder_weights import FolderWeights
-    from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 
     if options.load_tag is not None:
         raise ConfigError(

@@ -46,9 +46,14 @@ from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.config.recurrences import pattern_and_stages
 from megatron_terapipe.errors import CheckpointError, ConfigError
-from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, is_model_folder, read_fields
+from megatron_terapipe.huggingface.families.registry import (
+    FAMILIES,
+    family_of,
+    is_model_folder,
+    read_fields,
+    tokenizer_of,
+)
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE
-from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, FoundStrategy, Strategy
 
 Values = Mapping[str, Any]

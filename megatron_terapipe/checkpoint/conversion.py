@@ -2,9 +2,12 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
+from math import prod
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -36,18 +39,17 @@ from megatron_terapipe.checkpoint.verify import verify_weights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.config.options import one_of
-from megatron_terapipe.errors import ConfigError, NumbersError
-from megatron_terapipe.huggingface.export_checks import Fingerprints, check_export, fingerprinted
+from megatron_terapipe.errors import CheckpointError, ConfigError, NumbersError, first_line
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
-from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_model
+from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_model, tokenizer_of
 from megatron_terapipe.huggingface.folder_weights import (
     DTYPES,
     FolderWeights,
+    SavedTensors,
     meta_layer,
     rules_of,
     write_tensors,
 )
-from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.model.gpt import layers_with_weights
 
@@ -194,8 +196,7 @@ def export_checkpoint(
     chosen = _chosen_family(model, family, info.family)
     layers = _verified_layers(directory, info, model, dtype, progress)
     output.mkdir(parents=True, exist_ok=True)
-    written: Fingerprints = {}
-    tensors = fingerprinted(_split_layers(model, chosen, layers), written)
+    tensors = _split_layers(model, chosen, layers)
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors))
     ends = ids_of_ends(directory, chosen.name)
@@ -205,8 +206,50 @@ def export_checkpoint(
         _write_json(output / GENERATION_FILE, ends | {"_from_model_config": True})
     settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
     _write_json(output / "config.json", settings | {"torch_dtype": settings["dtype"]})
-    remarks = [*_remarks(model, chosen), *check_export(output, written)]
+    remarks = [*_remarks(model, chosen), *check_export(output)]
     return export_files(directory, info.tokenizer, output), remarks
+
+
+def check_export(directory: Path) -> list[str]:
+    """Read a folder again; return why a transformers that is installed does not read it, or nothing.
+
+    Raises a `CheckpointError` if it has not the tensors that its description promises, or not the weights of the class
+    of transformers.
+    """
+    family, model = read_model(directory, "--output")
+    FolderWeights(directory, family, model).check()
+    if find_spec("transformers") is None:
+        return []
+    tensors = SavedTensors(directory)
+    return check_class(directory, family.architecture, {name: tensors.shape(name) for name in tensors.names})
+
+
+def check_class(directory: Path, architecture: str, ours: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Compare the shapes of tensors with the weights of a class of transformers, built on the meta device.
+
+    Returns why it cannot be built by the `config.json` of a folder, or nothing.
+    """
+    try:
+        transformers = import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(directory)
+        with torch.device("meta"):
+            built = getattr(transformers, architecture)._from_config(config)
+    except Exception as error:  # Of a version that has no such class or reads its settings otherwise, or of its import.
+        return [f"the transformers that is installed cannot read it: {first_line(error)}"]
+    theirs = built.state_dict(keep_vars=True)
+    # Experts may be divided otherwise in files, and tied weights have several names: their elements are counted.
+    counts = sum({id(weight): weight.numel() for weight in theirs.values()}.values()), sum(map(prod, ours.values()))
+    other = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != tuple(theirs[name].shape)]
+    if other or counts[0] != counts[1]:
+        # The base model has not the same name in files and in the class; the output layer is outside of it.
+        names = [{each.partition(".")[2] if each.count(".") > 1 else each for each in side} for side in (theirs, ours)]
+        other += sorted(names[0] ^ names[1])
+        raise CheckpointError(
+            f"transformers {transformers.__version__} would load another model: its {architecture} has "
+            f"{counts[0]} weights, the export {counts[1]}; {next(iter(other), 'a weight')} differs: keep the model in "
+            "our files, or name another --family"
+        )
+    return []
 
 
 def _split_layers(

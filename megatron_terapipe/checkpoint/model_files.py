@@ -10,8 +10,8 @@ from typing import Any
 
 from deepspeed_ext.plan.text_files import bounded_bytes
 from megatron_terapipe.config.parsing import read_json
+from megatron_terapipe.huggingface.families.registry import FILES, SETTINGS_FILE
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE
-from megatron_terapipe.huggingface.tokenizer_files import FILES, SETTINGS_FILE
 
 MODEL_FILES = "model_files"
 """Folder of these files in the directory of a checkpoint."""

@@ -55,18 +55,18 @@ LAYERS = (
     Layer(
         (
             *("megatron_terapipe.huggingface", "megatron_terapipe.huggingface.families"),
-            *("megatron_terapipe.huggingface.families.*", "megatron_terapipe.huggingface.tokenizer_files"),
+            "megatron_terapipe.huggingface.families.*",
         ),
         CONFIG,
     ),
     Layer(
         ("megatron_terapipe.checkpoint", *(f"megatron_terapipe.checkpoint.{name}" for name in RECORDS)),
-        (*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.huggingface.tokenizer_files"),
+        (*PLAN, *CONFIG, *FAMILIES),
     ),
     Layer(
         ("megatron_terapipe.arguments", "megatron_terapipe.arguments.*"),
         (
-            *(*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.huggingface.tokenizer_files"),
+            *(*PLAN, *CONFIG, *FAMILIES),
             *(f"megatron_terapipe.checkpoint.{name}" for name in ("info", "directories", "foreign")),
             "megatron_terapipe.strategy",
         ),

@@ -15,8 +15,8 @@ from megatron_terapipe.checkpoint.manifest import Manifest
 from megatron_terapipe.checkpoint.model_files import files_of_run, tokenizer_in
 from megatron_terapipe.convert import main
 from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.huggingface.families.registry import tokenizer_of
 from megatron_terapipe.huggingface.folder_weights import SavedTensors, write_tensors
-from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.huggingface.weight_rules import vocabulary
 from tests.huggingface.models import MODELS, save, whole_model
 

@@ -1,4 +1,4 @@
-"""All families, and the one that a file or a model belongs to."""
+"""All families, and the one that a file or a model belongs to; the tokenizer of a folder of Hugging Face."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families import layernorm, llama, mixtures
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
@@ -71,3 +72,35 @@ def _number_of_differences(family: Family, model: ModelConfig) -> float:
         return len(family.differences(model))
     except ConfigError:  # The written file is not a valid model.
         return float("inf")
+
+
+SETTINGS_FILE = "tokenizer_config.json"
+FILES: Mapping[str, Mapping[str, str]] = {
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+}
+"""Files of a folder by type of tokenizer and by their fields in our settings; the first type that is there counts."""
+
+_GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+
+
+def tokenizer_of(directory: Path) -> dict[str, str]:
+    """Return the tokenizer of a model's folder, as fields of the data section; empty if there is no known one.
+
+    A vocabulary with merges is GPT-2's unless `tokenizer_class` is another one: Qwen has such files, and splits
+    text in another way.
+    """
+    for kind, names in FILES.items():
+        files = {field: directory / name for field, name in names.items()}
+        if all(file.is_file() for file in files.values()):
+            if kind != "GPT2BPETokenizer" or _tokenizer_class(directory) in _GPT2_CLASSES:
+                return {"tokenizer_type": kind, **{field: str(file) for field, file in files.items()}}
+    return {}
+
+
+def _tokenizer_class(directory: Path) -> str | None:
+    """The class that the settings of a tokenizer name; None if they name none."""
+    path = directory / SETTINGS_FILE
+    settings = read_json(str(path), "--load", unbounded=True) if path.is_file() else {}
+    return settings.get("tokenizer_class") if isinstance(settings, Mapping) else None
