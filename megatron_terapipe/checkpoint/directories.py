@@ -135,7 +135,7 @@ def readable_checkpoint(
     model: ModelConfig | None = None,
     program: str | None = None,
 ) -> tuple[Path, CheckpointInfo] | None:
-    """Directory and facts of a checkpoint, checked with its manifest; None if there is no checkpoint.
+    """Directory and facts of a checkpoint; None if there is no checkpoint.
 
     Args:
         tag: name of the checkpoint; None for the newest.
@@ -148,10 +148,7 @@ def readable_checkpoint(
             directory = tagged_checkpoint(load, tag)
             if directory is None:
                 return None
-            info = checkpoint_info(directory, model, program)
-            if not is_megatron(directory):
-                Manifest.read(directory).check_content(directory, [RUN_FILE])
-            return directory, info
+            return directory, checkpoint_info(directory, model, program)
         except CheckpointError:
             before = previous_tag(load, tag) if or_previous else None
             if before is None:

@@ -1,4 +1,4 @@
-"""Facts of its run that a checkpoint keeps in `run.json`, and the rules of its fields. Needs no torch.
+"""Facts of its run that a checkpoint keeps in `run.json`. Needs no torch.
 
 CHECKPOINTS/latest                       tag of the newest whole checkpoint, written last
 CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
@@ -10,112 +10,20 @@ CHECKPOINTS/global_step100/manifest.json size and hash of each of these files
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Set
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
+from megatron_terapipe.checkpoint.manifest import Manifest
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.config.model import OF_TRAINING
 from megatron_terapipe.config.options import flag
-from megatron_terapipe.errors import CheckpointError, first_line
-from megatron_terapipe.huggingface.families.registry import FAMILIES
-
-MOST_ITERATIONS = 10**9
-MOST_SAMPLES_OF_AN_ITERATION = 10**9
-MOST_RANKS = 10**6
-_ADDED_SIZES = {"sequence_parallel_size", "expert_parallel_size"}
-"""Sizes of a layout that checkpoints of earlier versions do not name; they were 1."""
-_SHOWN = 40
-"""Characters of a wrong value that a line shows."""
-
-
-def check_run(found: Mapping[str, Any]) -> None:
-    """Check the rule of every field; raise a `ValueError` with the first wrong one."""
-    iteration = _whole(found, "iteration", 0, MOST_ITERATIONS)
-    # Each iteration trains on one sample at least.
-    samples = _whole(found, "consumed_samples", iteration, iteration * MOST_SAMPLES_OF_AN_ITERATION)
-    _whole(found, "skipped_iterations", 0, iteration)
-    _whole(found, "skipped_samples", 0, samples)
-    _whole(found, "vocabulary_parts", 1, MOST_RANKS)
-    if not isinstance(found["partitioned"], bool):
-        raise _wrong("partitioned", found["partitioned"], "true or false")
-    for name in ("optimizer", "family", "program"):
-        if found[name] is not None and not isinstance(found[name], str):
-            raise _wrong(name, found[name], "a name or null")
-    if found["family"] is not None and found["family"] not in FAMILIES:
-        raise _wrong("family", found["family"], "a family of this version")
-    _check_layout(found["layout"])
-    _check_model(found["model"])
-    _check_facts("tokenizer", found["tokenizer"], str | int | None, "a text, a whole number, a list or null")
-    _check_facts("optimizer_schedule", found["optimizer_schedule"], str | float | None, "a text, a number or null")
-
-
-def _whole(found: Mapping[str, Any], name: str, least: int, most: int, prefix: str = "") -> int:
-    value = found[name]
-    if type(value) is not int or not least <= value <= most:
-        raise _wrong(f"{prefix}{name}", value, f"a whole number from {least} to {most}")
-    return value
-
-
-def _check_layout(layout: object) -> None:
-    names = [each.name for each in fields(ParallelLayout)]
-    if not isinstance(layout, dict) or set(layout) | _ADDED_SIZES != set(names):
-        raise _wrong("layout", layout, f"an object with {', '.join(names)}")
-    for name in layout:
-        _whole(layout, name, 1, MOST_RANKS, "layout.")
-    try:
-        ranks = ParallelLayout(**layout).world_size
-    except UserError as error:
-        raise ValueError(f"layout: {error}") from None
-    if ranks > MOST_RANKS:
-        raise _wrong("layout", layout, f"of {MOST_RANKS} ranks at most")
-
-
-def _check_model(model: object) -> None:
-    needed = [each.name for each in fields(ModelConfig) if each.default is MISSING]
-    if not isinstance(model, dict) or not set(needed) <= set(model):
-        raise _wrong("model", model, f"an object with {', '.join(needed)} and more")
-    hints = get_type_hints(ModelConfig)
-    for name, value in model.items():
-        if name in hints and not _fits(value, hints[name]):
-            raise _wrong(f"model.{name}", value, "of another type")
-    try:
-        ModelConfig(**{name: value for name, value in model.items() if name in hints})
-    except (UserError, ArithmeticError) as error:  # The latter of numbers that no model has.
-        raise ValueError(f"model: {error}") from None
-
-
-def _check_facts(part: str, facts: object, hint: UnionType, rule: str) -> None:
-    if not isinstance(facts, dict):
-        raise _wrong(part, facts, "an object")
-    for name, value in facts.items():
-        if not all(_fits(each, hint) for each in (value if isinstance(value, list) else [value])):
-            raise _wrong(f"{part}.{name}", value, rule)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value fits a field of a type."""
-    if get_origin(hint) in (Union, UnionType):  # the first where a part is a Literal
-        return any(_fits(value, each) for each in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-    return hint in (int, str, bool, type(None)) and type(value) is hint
-
-
-def _wrong(name: str, value: object, rule: str) -> ValueError:
-    shown = repr(value)
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return ValueError(f"{name} is {shown}, and must be {rule}")
+from megatron_terapipe.errors import CheckpointError
 
 
 def _layers_of(program: str | None) -> str:
@@ -132,8 +40,6 @@ _ROTATIONS = {
 """Settings that change the meaning of weights; training on longer sequences adapts them."""
 EXPERTS = "mlp.experts."
 """In the names of weights that have a row for each expert: expert-parallel ranks have rows of them."""
-_MOST_BYTES = 1 << 24
-"""Size of the largest file that is read: one of a real run has some thousand bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,27 +71,15 @@ class CheckpointInfo:
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
-        """Read it from one checkpoint's directory."""
-        path = directory / RUN_FILE
-        try:
-            found = parse_json(bounded_text(path, _MOST_BYTES), RUN_FILE)
-            if not isinstance(found, dict):
-                raise ValueError("it is not an object")
-            needed = {each.name: {} if each.default_factory is dict else each.default for each in fields(cls)}
-            missing = next((name for name in needed if name not in found and needed[name] is MISSING), None)
-            if missing is not None:
-                raise ValueError(f"it lacks {missing!r}")
-            facts = {name: found.get(name, default) for name, default in needed.items()}
-            check_run(facts)
-            match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
-            if match and int(match[1]) != facts["iteration"]:
-                raise ValueError(f"iteration is {facts['iteration']}, and the directory is named {directory.name}")
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"checkpoint {directory} has no readable {RUN_FILE} ({first_line(error)}): load one that this trainer "
-                "saved whole"
-            ) from None
-        return cls(**facts)
+        """Read it from one checkpoint's directory, if it is as the manifest has it."""
+        Manifest.read(directory).check_content(directory, [RUN_FILE])
+        found: Any = parse_json(bounded_text(directory / RUN_FILE), RUN_FILE)
+        info = cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+        match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
+        if match and int(match[1]) != info.iteration:
+            name = f"global_step{info.iteration}"
+            raise CheckpointError(f"checkpoint {directory} was saved after iteration {info.iteration}: name it {name}")
+        return info
 
     @classmethod
     def imported(

@@ -84,7 +84,7 @@ class Manifest:
         """Read files and check their sizes and hashes."""
         for name in names:
             try:
-                same = facts_of(directory / name) == self.files[name]
+                same = facts_of(directory / name) == self.files.get(name)
             except OSError as error:
                 raise CheckpointError(damage(directory, f"is damaged: {name} cannot be read ({error})")) from None
             if not same:

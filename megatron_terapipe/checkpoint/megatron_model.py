@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE, MEGATRON_RELEASE
 from megatron_terapipe.checkpoint.inert_pickles import load_without_tensors
-from megatron_terapipe.checkpoint.info import CheckpointInfo, check_run
+from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import window_of_megatron
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, CheckpointError, ConfigError, first_line
@@ -82,7 +82,7 @@ def megatron_info(directory: Path, model: ModelConfig | None = None, program: st
         _check_vocabulary(model, args, rows, directory)
         own = ("vocab_size", "vocab_rows", "make_vocab_size_divisible_by", "model_preset")
         theirs = replace(theirs, **{name: getattr(model, name) for name in own})
-    info = CheckpointInfo(
+    return CheckpointInfo(
         iteration=iteration,
         consumed_samples=samples,
         model=asdict(theirs),
@@ -97,11 +97,6 @@ def megatron_info(directory: Path, model: ModelConfig | None = None, program: st
             if isinstance(value := getattr(args, name, None), float | int | str)
         },
     )
-    try:
-        check_run(asdict(info))
-    except ValueError as error:
-        raise unreadable(directory, error) from None
-    return info
 
 
 def _check_vocabulary(model: ModelConfig, args: Namespace, rows: int | None, directory: Path) -> None:

@@ -21,6 +21,7 @@ from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from megatron_terapipe.checkpoint.directories import BF16_PREFIX, experts_state_file, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import Manifest
 from megatron_terapipe.errors import CheckpointError, first_line
 
 INDEX_FILE = "index.json"
@@ -71,30 +72,11 @@ def index_text(places: Iterable[tuple[str, Place]]) -> str:
     return json.dumps(joined)
 
 
-def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
-    """Return the place of the state of each parameter, read from a file."""
-    try:
-        found: Any = parse_json(bounded_text(path), INDEX_FILE)
-        places = {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
-        valid = all(_is_valid(name, place, info) for name, place in places.items())
-    except (OSError, ValueError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise CheckpointError(
-            f"{path} does not list the optimizer state of each parameter: put the file back, or load only the weights "
-            "with --no-load-optim"
-        )
-    return places
-
-
-def _is_valid(name: str, place: Place, info: CheckpointInfo) -> bool:
-    num_replicas = info.num_replicas * info.tensor_parallel_size // info.ranks_of_copy(name)
-    numbers = [place.stage, *(number for fragment in place.fragments for number in fragment)]
-    return (
-        all(type(number) is int for number in numbers)
-        and 0 <= place.stage < info.num_stages
-        and all(0 <= replica < num_replicas and length > 0 for replica, length in place.fragments)
-    )
+def read_index(directory: Path) -> dict[str, Place]:
+    """Return the place of the state of each parameter."""
+    Manifest.read(directory).check_content(directory, [INDEX_FILE])
+    found: Any = parse_json(bounded_text(directory / INDEX_FILE), INDEX_FILE)
+    return {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
 
 
 def read_run(directory: Path, info: CheckpointInfo) -> SavedRun:
@@ -104,7 +86,7 @@ def read_run(directory: Path, info: CheckpointInfo) -> SavedRun:
     try:
         saved = load_saved(directory / state_file(0, 0, info.tensor_parallel_size))
         return SavedRun(
-            places=parse_index(directory / INDEX_FILE, info),
+            places=read_index(directory),
             prefix=prefix,
             counters={name: saved[name] for name in ("global_steps", "skipped_steps")},
             loss_scaler=load_saved(directory / f"{prefix}{first}")["optimizer_state_dict"].get("loss_scaler")

@@ -96,7 +96,6 @@ FAULTS: dict[str, tuple[bool, Callable[[Path], object], str]] = {
     "no tensors": (True, lambda checkpoint: (checkpoint / "__2_0.distcp").unlink(), "cannot be read"),
     "a pipe of tensors": (True, pipe("__2_0.distcp"), "__2_0.distcp is not a file"),
     "no number of rows": (True, changed(padded_vocab_size="many"), "invalid literal"),
-    "fewer samples than iterations": (True, changed(consumed_train_samples=3), "consumed_samples is 3, and must be"),
     "an object of a foreign class": (True, changed(normalization=torch.nn.ReLU()), 'sets normalization to "an object"'),
     "a hostile file": (False, lambda checkpoint: poison(checkpoint / RANK_FILE, checkpoint / "hit"), "cannot be read"),
     "experts of ranks": (

@@ -3,20 +3,15 @@
 import io
 import json
 import zipfile
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import _weights_only_unpickler
 
-from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest
-from megatron_terapipe.checkpoint.optimizer_state import parse_index
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
-from megatron_terapipe.checkpoint.verify import find_checkpoint
-from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.huggingface.folder_weights import INDEX, SavedTensors
 from megatron_terapipe.inference import WholeModel
 from tests.faults.fuzzing.target import Target
@@ -29,15 +24,6 @@ HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 TENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
 
 
-def _read_run(data: bytes, folder: Path) -> None:
-    directory = folder / "global_step5"
-    directory.mkdir(exist_ok=True)
-    (directory / "run.json").write_bytes(data)
-    (folder / "latest").write_text(directory.name)
-    config = CheckpointConfig(load=str(folder), no_load_optim=True)
-    find_checkpoint(config, MODEL, ParallelLayout(), "adam", checks_files=False)
-
-
 def _read_latest(data: bytes, folder: Path) -> None:
     (folder / "global_step5").mkdir(exist_ok=True)
     (folder / "latest").write_bytes(data)
@@ -47,11 +33,6 @@ def _read_latest(data: bytes, folder: Path) -> None:
 def _read_manifest(data: bytes, folder: Path) -> None:
     (folder / "manifest.json").write_bytes(data)
     Manifest.read(folder)
-
-
-def _read_index(data: bytes, folder: Path) -> None:
-    (folder / "index.json").write_bytes(data)
-    parse_index(folder / "index.json", replace(checkpoint_info(), layout=asdict(ParallelLayout(data_parallel_size=2))))
 
 
 def _read_index_of_theirs(data: bytes, folder: Path) -> None:
@@ -90,12 +71,7 @@ _RESULT = b"(K@K@tR"
 """Calls the function before it with two numbers."""
 
 
-def _run(model: ModelConfig) -> bytes:
-    return checkpoint_info(model).text().encode()
-
-
 TARGETS = (
-    Target(name="run.json", read=_read_run, seeds=(_run(MODEL),), words=(b"NaN", b"1e400", b"global_step6")),
     Target(
         name="latest",
         read=_read_latest,
@@ -117,12 +93,6 @@ TARGETS = (
         ),
     ),
     Target(name="manifest.json", read=_read_manifest, seeds=(Manifest(FILES).text().encode(),)),
-    Target(
-        name="index.json",
-        read=_read_index,
-        seeds=(json.dumps({"0.weight": [0, [[0, 12], [1, 4]]], "tied.weight": [0, []]}).encode(),),
-        found=(b"[]", b'{"a": 1}', b'{"a": [0, [[9, 1]]]}'),
-    ),
     Target(
         name="index of Hugging Face",
         read=_read_index_of_theirs,

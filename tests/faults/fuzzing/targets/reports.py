@@ -54,7 +54,7 @@ TARGETS = (
     Target(
         name="metrics",
         read=_read_metrics,
-        seeds=(RUN, _text(WHOLE[1:4]), RESTARTED),
+        seeds=(RUN, _text(WHOLE[:4]), RESTARTED),
         found=(
             RUN.replace(b'"time": 1000000000.0', b'"time": 1e17'),
             RUN.replace(b'"lm_loss": 10.0', b'"lm_loss": "1e308"'),
