@@ -32,7 +32,7 @@ from scipy.optimize import least_squares
 from benchmarks.measuring.command import Parser
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.library import device, usual_machine
-from megatron_terapipe.search.price.efficiency import GENERATIONS, IN_FP8, HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import GENERATIONS, IN_EIGHT_BITS, HardwareEfficiency
 from megatron_terapipe.search.price.links import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
 from megatron_terapipe.search.price.roofline import TILE
 
@@ -122,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for (generation, precision), fits in products.items():
         if precision == "fp8":
             share, depth, area = np.exp(np.log(np.array(fits) / of_cublas[generation]).mean(axis=0))
-            print(f"{generation:<8} fp8/bf16 {share:.3f} {depth:6.1f} {area:9.2g}           {IN_FP8[generation]}")
+            print(
+                f"{generation:<8} fp8/bf16 {share:.3f} {depth:6.1f} {area:9.2g}           {IN_EIGHT_BITS[generation]}"
+            )
             continue
         share, depth, area = np.exp(np.log(fits).mean(axis=0))
         reading = float(np.exp(np.log(memory[generation]).mean()))

@@ -56,8 +56,9 @@ GENERATIONS: Mapping[str, str] = {
 }
 """Architecture of the devices of each row of the list above, which decides how well kernels run."""
 
-WITH_FP8 = ("ada", "hopper", "blackwell", "cdna3")
-"""Architectures with matrix products in fp8."""
+EIGHT_BITS: Mapping[str, tuple[str, ...]] = {"fp8": ("ada", "hopper", "blackwell", "cdna3"), "mxfp8": ("blackwell",)}
+"""Formats of 8 bits, with one scale for a tensor and with one for each 32 numbers, and the architectures with matrix
+products in them, at twice the rate of half precision."""
 
 GENERATION_NAMES = tuple(dict.fromkeys(GENERATIONS.values()))
 
@@ -82,11 +83,11 @@ class Device:
 
     def has_products(self, precision: str) -> bool:
         """Whether it multiplies matrices in a precision."""
-        return precision != "fp8" or self.generation in WITH_FP8
+        return precision not in EIGHT_BITS or self.generation in EIGHT_BITS[precision]
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of matrix products in `fp16`, `bf16`, `fp32`, or `fp8` (`WITH_FP8`)."""
-        return self.single_flops if precision == "fp32" else self.half_flops * (2 if precision == "fp8" else 1)
+        """FLOP/s of matrix products in `fp16`, `bf16`, `fp32`, or one of `EIGHT_BITS`."""
+        return self.single_flops if precision == "fp32" else self.half_flops * (2 if precision in EIGHT_BITS else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,7 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "zero_stage": 1,
         "recompute": "full" if "full" in str(row.get("recompute")) else "none",
     }
-    precision = "bf16" if row["precision"].lower() == "bf16" else "fp8"
+    precision = _precision(row)
     names = {"layers": model["num_layers"], "gpus": devices, "batch": row["global_batch"], "tokens": row["seq"]}
     group = ", ".join([_known(row), _system(row), *(f"{name} {value}" for name, value in names.items())])
     return {
@@ -82,6 +82,17 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "strategy": strategy,
         "measured": {"iteration_time_s": row["step_time_s"]},
     }
+
+
+PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "fp8cs": "fp8", "fp8ds": "fp8", "mxfp8": "mxfp8", "fp8mx": "mxfp8"}
+"""Precision by its name in tables; fp8 has one scale for a tensor, of this step (cs) or from steps before (ds)."""
+
+
+def _precision(row: Mapping[str, Any]) -> str:
+    found = PRECISIONS.get(re.sub("[^a-z0-9]", "", row["precision"].lower()))
+    if found is None:
+        raise LeftOutError(f"products in {row['precision']}, which are not priced")
+    return found
 
 
 def _exchange(row: Mapping[str, Any]) -> tuple[str, bool]:

@@ -88,6 +88,7 @@ def test_sizes_are_those_of_the_publication(tmp_path: Path, model: str, billions
     [
         ({"task": "sft"}, "not pretraining"),
         ({"quality": "headline only"}, "a headline"),
+        ({"precision": "NVFP4"}, "products in NVFP4, which are not priced"),
         ({"release": "verification card"}, "a check of correctness"),
         ({"vpp": 40}, "no strategy describes"),
         ({"in_head": False}, "withdrawn"),

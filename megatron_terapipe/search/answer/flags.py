@@ -11,6 +11,7 @@ from deepspeed_ext.plan.terminal import ProgressLine
 from deepspeed_ext.plan.text_files import field_texts, read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json
+from megatron_terapipe.devices import EIGHT_BITS
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -20,6 +21,7 @@ from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
+    from megatron_terapipe.search.machine.software import Software
     from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 
 CHANGES = (
@@ -79,8 +81,11 @@ def add_question_flags(parser: argparse.ArgumentParser, *, software: bool = Fals
     group = parser.add_argument_group("costs")
     group.add_argument(
         "--precision",
-        choices=PRECISIONS,
-        help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
+        choices=(*PRECISIONS, *EIGHT_BITS),
+        help=(
+            "type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs); fp8 and mxfp8 "
+            "as other trainers compute them"
+        ),
     )
     group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")
     calibration = group.add_mutually_exclusive_group()
@@ -209,6 +214,20 @@ def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
     return part, (*notes, used)
 
 
+def check_precision(precision: str, software: "Software", cluster: Cluster) -> None:
+    """Raise a `ConfigError` where the trainer or a device does not compute in a precision."""
+    known = dict.fromkeys(each.precision for each in software.states)
+    if precision not in known:
+        others = "; --software megatron-core prices a trainer that does" if precision in EIGHT_BITS else ""
+        raise ConfigError(
+            f"--precision {precision} does not run in {software.name}, whose products are in {', '.join(known)}: "
+            f"give one of these{others}"
+        )
+    for node in cluster.nodes:
+        if not node.device.has_products(precision):
+            raise ConfigError(f"--precision {precision} is not in the products of a {node.device.name}: give bf16")
+
+
 def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
     """Return the precision of the flag, or the best one that all devices have."""
     if options.precision is not None:
@@ -225,12 +244,14 @@ def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[Sea
 
     workload = model_of(options)
     cluster, notes = cluster_of(options)
+    software, precision = find_software(getattr(options, "software", TERAPIPE)), precision_of(options, cluster)
+    check_precision(precision, software, cluster)
     problem = SearchProblem(
         workload=workload,
         cluster=cluster,
         global_batch_size=global_batch_size,
-        precision=precision_of(options, cluster),
-        software=find_software(getattr(options, "software", TERAPIPE)),
+        precision=precision,
+        software=software,
         memory_headroom=headroom_of(options) if hasattr(options, "memory_headroom") else MEMORY_HEADROOM,
     )
     return problem, notes

@@ -5,11 +5,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megatron_terapipe.devices import Device
+from megatron_terapipe.devices import EIGHT_BITS, Device
 from megatron_terapipe.errors import ConfigError
 
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 2})
-"""Bytes of a number between products, by precision; with `fp8` only products of weights compute in 8 bits."""
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4, **dict.fromkeys(EIGHT_BITS, 2)})
+"""Bytes of a number between products, by precision; of `EIGHT_BITS` are only the products of transformer layers."""
+
+OPERAND_BYTES: Mapping[str, float] = MappingProxyType({**ELEMENT_BYTES, "fp8": 1, "mxfp8": 1 + 1 / 32})
+"""Bytes of a number that products read, with its part of a scale. Megatron-core gathers weights so, too
+(`--fp8-param-gather`), and the inputs of products that tensor-parallel ranks share (Transformer Engine, `linear.py` and
+`layernorm_linear.py` of `pytorch/module`); their sums are in half precision."""
 
 AttentionKernel = Literal[
     "scores", "flash-attention-1", "flash-attention-2", "flash-attention-3", "memory-efficient", "cudnn"

@@ -87,7 +87,7 @@ def _changed(known: Any, given: Any, file: str, *way: str) -> Any:
     return given
 
 
-Precision = Literal["fp16", "bf16", "fp32", "fp8"]
+Precision = Literal["fp16", "bf16", "fp32", "fp8", "mxfp8"]
 
 
 def _pattern(text: str) -> str:

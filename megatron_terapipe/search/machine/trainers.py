@@ -27,6 +27,7 @@ from types import MappingProxyType
 
 from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
+from megatron_terapipe.devices import EIGHT_BITS
 from megatron_terapipe.search.machine.software import (
     ELEMENT_BYTES,
     NOTHING,
@@ -270,10 +271,11 @@ MEGATRON_CORE = Software(
     # `DistributedDataParallelConfig` of megatron/core/distributed: at least a million elements for each rank.
     bucket_elements=40_000_000,
     bucket_elements_per_rank=1_000_000,
-    # The distributed optimizer divides copies and moments, not the gradients that products add to.
+    # The distributed optimizer divides copies and moments, not the gradients that products add to. Weights in 8 bits
+    # are there twice, by rows and by columns.
     states=tuple(
         StateBytes(name, stage, weights=size, gradients=4, optimizer=step, divided=divided, bucket=size * (stage == 3))
-        for name, size, step in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12), ("fp8", 2, 12))
+        for name, size, step in (("fp32", 4, 8), *((each, 2, 12) for each in ("fp16", "bf16", *EIGHT_BITS)))
         for stage, divided in ((0, ()), (1, ("optimizer",)), (3, ("weights", "gradients", "optimizer")))
     ),
 )

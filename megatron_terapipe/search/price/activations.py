@@ -110,6 +110,8 @@ class LayerMemory:
     """Whether tensor-parallel ranks share the tokens between matrices."""
     sequence_parallel_size: ScalarOrArray = 1.0
     expert_parallel_size: ScalarOrArray = 1.0
+    operand_bytes: float | None = None
+    """Of a number that a product keeps for its weight gradient; None = as between products."""
     key_value_gradients: str = "fp32"
     activation_is_read_off_output: bool = False
     """Whether the gradient of the activation function needs its output only (ReLU)."""
@@ -193,9 +195,12 @@ class LayerMemory:
         mixing = 0.0 * size if sizes is None else element * kept_channels(sizes) / size
         masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
         # Norm inputs and outputs; query, the product of probabilities and values; the MLP's two widths, and its gate.
-        norms, inputs = layer.kept_states * hidden, layer.normed_states * hidden
+        operand = 1.0 if self.operand_bytes is None else self.operand_bytes / element
+        norms, inputs = layer.kept_states * hidden, layer.normed_states * hidden * operand
+        # Attention keeps its output too; in another type the projection has a copy.
+        copied = query * operand * (operand < 1)
         widths = (1 + layer.gated) * mlp_width
-        activated = 0.0 * size if self.activation_is_read_off_output else mlp_width
+        activated = 0.0 * size if self.activation_is_read_off_output else mlp_width * operand
         flash = not self.software.attention.writes_scores
         owned = self.software.attention.keeps_keys and has_attention
         core = log_sums if flash else scores
@@ -204,6 +209,7 @@ class LayerMemory:
             + inputs
             + normed_heads
             + 2 * query
+            + copied
             + mixing
             + exchanged
             + core

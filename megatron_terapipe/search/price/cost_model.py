@@ -20,7 +20,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettin
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, OPERAND_BYTES, Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.efficiency import (
     HardwareEfficiency,
@@ -175,7 +175,12 @@ class CostModel:
         self.element_bytes = ELEMENT_BYTES[self.precision]
         self.counter = LayerCounter(self.workload)
         self.prices = LayerPrices(
-            self.op_times, self.efficiency, self.element_bytes, self.software.communication, self.counter.kinds
+            self.op_times,
+            self.efficiency,
+            self.element_bytes,
+            OPERAND_BYTES[self.precision],
+            self.software.communication,
+            self.counter.kinds,
         )
         self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._table = ClusterTable.of(self.cluster)

@@ -19,7 +19,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettin
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.simulate.compiled import OpColumns
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, OPERAND_BYTES, Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.activations import (
     Held,
@@ -348,6 +348,7 @@ class MemoryModel:
                     layer=layer,
                     software=self.software,
                     element_bytes=ELEMENT_BYTES[self.precision],
+                    operand_bytes=OPERAND_BYTES[self.precision],
                     tensor_parallel_size=sizes[0],
                     sequence_parallel_size=sizes[1],
                     expert_parallel_size=sizes[2],

@@ -53,8 +53,8 @@ from megatron_terapipe.config.flops import (
     recurrence_flops_per_token,
 )
 from megatron_terapipe.config.layers import Recurrence
-from megatron_terapipe.devices import Device
-from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Operator, Software
+from megatron_terapipe.devices import EIGHT_BITS, Device
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, OPERAND_BYTES, Operator, Software
 from megatron_terapipe.search.price.efficiency import (
     BOARD_PRODUCTS,
     GENERATIONS,
@@ -208,9 +208,9 @@ BACKWARD_MOVES = 1.5
 the inputs of the forward, and writes gradients, where the forward reads and writes once."""
 
 CAST_BYTES = 4
-"""Bytes that a number moves on its way into products in fp8: read in half precision (2), written by rows and by columns
-(1 + 1), of which one is for the product of the weight's gradient (docs.nvidia.com/deeplearning/transformer-engine,
-`nvte_cast_transpose`)."""
+"""Bytes that a number moves on its way into products in 8 bits: read in half precision (2), written by rows and by
+columns (1 + 1), of which one is for the product of the weight's gradient (docs.nvidia.com/deeplearning/
+transformer-engine, `nvte_cast_transpose`)."""
 
 RECURRENCE_KERNELS = 12
 """Kernels of the forward of a recurrence: convolution, activation, steps, scan in a few kernels, norm and gate."""
@@ -261,13 +261,17 @@ class Roofline:
         return ELEMENT_BYTES[self.precision]
 
     @property
+    def _casts(self) -> bool:
+        return self.precision in EIGHT_BITS
+
+    @property
     def _attention_precision(self) -> str:
-        return "bf16" if self.precision == "fp8" else self.precision
+        return "bf16" if self._casts else self.precision
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
         layer, device, tp, rows = query.layer, query.device, query.tensor_parallel_size, query.rows
-        if self.precision == "fp8" and layer.kind == "head":
+        if self._casts and layer.kind == "head":
             # Transformer Engine's recipes leave logits in half precision.
             return replace(self, precision="bf16")(query)
         # The host launches the same kernels however small they are.
@@ -326,8 +330,8 @@ class Roofline:
         return num_bytes / (reachable_bandwidth(device) * self.efficiency.memory_efficiency)
 
     def _cast_s(self, device: Device, numbers: ScalarOrArray) -> ScalarOrArray:
-        """Seconds in which numbers become operands in fp8; 0 in other precisions."""
-        return self._moving_s(device, (self.precision == "fp8") * CAST_BYTES * numbers)
+        """Seconds in which numbers become operands in 8 bits; 0 in other precisions."""
+        return self._moving_s(device, self._casts * CAST_BYTES * numbers)
 
     def _products_reach(self, device: Device) -> float:
         """FLOP/s of the peak, less where products reach less of it than on an A100."""
@@ -355,19 +359,19 @@ class Roofline:
             depth, area = depth * relative.depth, area * relative.area
         reached = self._products_reach(device) * self.efficiency.gemm_efficiency
         computing = 2 * (inputs + depth) * (rows * outputs + area) / reached
-        operands = rows * inputs + matrices * inputs * outputs + rows * outputs
-        return np.maximum(computing, self._moving_s(device, self._element_bytes * operands))
+        read = OPERAND_BYTES[self.precision] * (rows * inputs + matrices * inputs * outputs)
+        return np.maximum(computing, self._moving_s(device, read + self._element_bytes * rows * outputs))
 
     def _product(self, product: Product, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
         inputs, outputs = product.per_rank(tp)  # type: ignore[arg-type]
         forward = self.product_s(device, rows, inputs, outputs)
         input_gradient = self.product_s(device, rows, outputs, inputs)
         weight_gradient = self.product_s(device, inputs, rows, outputs)
-        kernels, casts = self.software.products, self.precision == "fp8"
+        kernels = self.software.products
         forward = forward + self._cast_s(device, rows * inputs)
         input_gradient = input_gradient + self._cast_s(device, rows * outputs)
         if kernels.accumulates_in_place:
-            read = self._element_bytes * rows * (inputs + outputs)
+            read = OPERAND_BYTES[self.precision] * rows * (inputs + outputs)
             moving = self._moving_s(device, read + kernels.accumulation_bytes * inputs * outputs)
             weight_gradient = np.maximum(weight_gradient, moving)
         else:
@@ -376,8 +380,8 @@ class Roofline:
             forward,
             input_gradient,
             weight_gradient,
-            forward_kernels=kernels.forward_kernels + casts,
-            input_kernels=kernels.backward_kernels / 2 + casts,
+            forward_kernels=kernels.forward_kernels + self._casts,
+            input_kernels=kernels.backward_kernels / 2 + self._casts,
             weight_kernels=kernels.backward_kernels / 2,
         )
 

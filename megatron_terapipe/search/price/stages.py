@@ -175,6 +175,8 @@ class LayerPrices:
     op_times: OpTimes
     efficiency: HardwareEfficiency
     element_bytes: int
+    operand_bytes: float
+    """Of a number that tensor-parallel ranks gather for a product."""
     communication: Communication
     kinds: Sequence[Layer] = ()
 
@@ -197,10 +199,13 @@ class LayerPrices:
         efficiency, communication = self.efficiency, self.communication
         kernels = self.op_times(query)
         again = query.again in ("full", "stage")
-        reduced = self.element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
-        one = reduce_scatter_s(*reduced) + all_gather_s(*reduced) if query.sequence_parallel else all_reduce_s(*reduced)
-        if query.sequence_parallel and communication.tensor_parallel_overlap:
-            one = np.multiply(one, 1 - communication.tensor_parallel_overlap * links.tensor.is_switched)
+        numbers, tensor = query.rows * query.layer.hidden_size, links.tensor
+        if query.sequence_parallel:
+            one = reduce_scatter_s(self.element_bytes * numbers, tensor, efficiency)
+            one = one + all_gather_s(self.operand_bytes * numbers, tensor, efficiency)
+            one = np.multiply(one, 1 - communication.tensor_parallel_overlap * tensor.is_switched)
+        else:
+            one = all_reduce_s(self.element_bytes * numbers, tensor, efficiency)
         entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
         if communication.ring:

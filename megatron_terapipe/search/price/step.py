@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Communication, Software
+from megatron_terapipe.search.machine.software import OPERAND_BYTES, Communication, Software
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
 from megatron_terapipe.search.price.links import (
@@ -59,7 +59,7 @@ class StepTraffic(NamedTuple):
     """Whether every rank gets the sum, not only the one that steps the parameter."""
     divides_step: bool
     """Whether each rank steps its part of the parameters, and gathers the others."""
-    gathered_bytes: int
+    gathered_bytes: float
 
 
 def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTraffic:
@@ -78,8 +78,7 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
         return StepTraffic(4 if zero_stage else 2, True, True, 2)
     else:
         reduced = 4 if precision == "fp32" else 2
-    weight = ELEMENT_BYTES[precision]
-    return StepTraffic(reduced, not zero_stage, bool(zero_stage), weight)
+    return StepTraffic(reduced, not zero_stage, bool(zero_stage), OPERAND_BYTES[precision])
 
 
 def step_costs(

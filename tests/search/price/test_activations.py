@@ -6,7 +6,7 @@ from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
+from megatron_terapipe.search.machine.trainers import MEGATRON_CORE, MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, logit_limits
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
 from tests.search.price.machines import gpt
@@ -26,8 +26,10 @@ def memory(
     recompute: str = "none",
     sequence: bool = False,
     key_value_gradients: str = "fp32",
+    operand_bytes: float | None = None,
 ) -> TokenMemory:
     return LayerMemory(
+        operand_bytes=operand_bytes,
         layer=layer,
         software=software,
         element_bytes=2,
@@ -49,6 +51,15 @@ def test_korthikanti(size: int) -> None:
     selective = memory(layer, size=size, sequence=True, recompute="selective")
     assert selective.activations == pytest.approx(HIDDEN * 34 / size)
     assert memory(layer, size=size, recompute="full").activations == 2 * HIDDEN
+
+
+def test_operands_in_8_bits() -> None:
+    """Outputs of both norms and of the activation have 1 byte in place of 2; that of attention is there in both."""
+    model, layer = block(activation="swiglu", normalization="rmsnorm", num_key_value_heads=8)
+    in_half, in_eight = (memory(layer, MEGATRON_CORE, operand_bytes=each).activations for each in (None, 1.0))
+    assert in_half - in_eight == 2 * HIDDEN + model.ffn_hidden_size - HIDDEN
+    both = [memory(layer, MEGATRON_CORE, recompute="full", operand_bytes=each).activations for each in (None, 1.0)]
+    assert both == [2 * HIDDEN] * 2
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
