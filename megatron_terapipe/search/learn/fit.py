@@ -304,8 +304,8 @@ def fit(sample: Sample, prior: Prior[Any]) -> Fitted:
     for step in range(STEPS):
         if step < SIMULATIONS:
             ratio = sample.simulated_ratio(prior.at(found))
+            errors = errors_at(found)
         slopes = sample.slopes(prior.at(found), prior.names)
-        errors = errors_at(found)
         if step == 0:
             errors_before = errors
         if step == GROUPS_FROM:
@@ -315,14 +315,16 @@ def fit(sample: Sample, prior: Prior[Any]) -> Fitted:
         white = groups.whitening(slopes, NOISE**2 / weights_of(errors / NOISE, LARGE), prior.widths)
         before = _misfit(errors, found, white, prior)
         for _ in range(HALVINGS):
-            now = _misfit(errors_at(after), after, white, prior)
+            errors_after = errors_at(after)
+            now = _misfit(errors_after, after, white, prior)
             if now <= before:
                 break
             after = (after + found) / 2
+        else:
+            errors_after = errors_at(after)
         if step > GROUPS_FROM and now > (1 - STANDSTILL) * before:
             break
-        found = after
-    errors = errors_at(found)
+        found, errors = after, errors_after
     variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
     kinds = kinds.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
     spread = residual_sd_of(errors, groups.precision(slopes, variances, prior.widths), prior)

@@ -113,23 +113,31 @@ def round_trip_bound(
     num_ranks: int,
     num_micro_batches: Floats,
     num_token_slices: Floats,
-    there_and_back_s: ScalarOrArray,
-    last_s: ScalarOrArray,
+    filling_s: ScalarOrArray,
+    forward_s: ScalarOrArray,
+    backward_s: ScalarOrArray,
+    last: tuple[ScalarOrArray, ScalarOrArray],
+    draining_s: ScalarOrArray,
 ) -> ScalarOrArray:
     """Seconds that `1f1b` and `zero-bubble` take because the first rank waits for token slices to come back.
 
     The first rank runs P - 2 + S forwards ahead; from there on forward u + P follows the backward that answers forward
     u, the last one of its micro-batch (`plan.schedules`: `one_f_one_b`, `zero_bubble`). So every ceil(P / S)
-    micro-batches a token slice passes all ranks both ways, one after the other. Before the last one of a batch turns,
-    the last rank computes the micro-batches since.
+    micro-batches a token slice passes all ranks both ways, one after the other. When the last of these turns, the last
+    rank still has the rest to do. A backward is an input gradient where these are apart.
 
     Args:
-        there_and_back_s: of the last token slice of a micro-batch on all ranks, messages included.
-        last_s: forward and backward, or input gradient, of a micro-batch on the last rank.
+        filling_s: forwards of all token slices of a micro-batch but the last on the first rank.
+        forward_s: forwards of the last token slice on all ranks, messages included.
+        backward_s: its backwards on all ranks, messages included.
+        last: forward and backward of a micro-batch on the last rank.
+        draining_s: backwards of the first token slice on all ranks but the last, messages included.
     """
     together = np.ceil(num_ranks / num_token_slices)
     waited = (num_micro_batches - 1) // together
-    return (waited + 1) * there_and_back_s + (num_micro_batches - 1 - waited * together) * last_s
+    left = num_micro_batches - waited * together
+    rest = (left - 1) * last[0] + left * last[1]
+    return filling_s + waited * (forward_s + backward_s) + forward_s + rest + draining_s
 
 
 MOST_OPS = 8_000

@@ -165,6 +165,8 @@ class RankOps:
     """[4, N, B, S, R, Q] seconds of all token slices."""
     before: Floats
     """[4, N, B, S, R, Q] of the first token slice on all stages before, at least."""
+    filling_s: Floats
+    """[B, S, R, Q] forwards of all token slices but the last on the first stage, at least."""
     turning: Floats
     """[4, B, S, R, Q] of the last token slice on all stages, at least."""
 
@@ -193,6 +195,7 @@ def rank_ops(grid: StrategyGrid, tables: KindTables, counts: LayerCounts, op_s: 
         last_stage = slowest(of_stage[-1:]) + op_s * token_slices
         stages, followed = np.append(stages, num_stages - 1), np.concatenate([followed, last_stage], axis=1)
     passed = np.concatenate([np.zeros((1, of_stage.shape[1])), np.cumsum(of_stage, axis=0)])
+    filling = np.minimum.reduce([table[WHOLE, [FORWARD]] - table[LAST, [FORWARD]] for table in tables.by_device])
     completing = [stage_ops(of_stage[:1], table[FIRST])[:, 0] for table in tables.by_device]
     return RankOps(
         whole=rows_whole,
@@ -203,6 +206,7 @@ def rank_ops(grid: StrategyGrid, tables: KindTables, counts: LayerCounts, op_s: 
         stages=stages,
         followed=followed,
         before=stage_ops(passed[stages], least[FIRST]) + op_s * stages.reshape(-1, 1, 1, 1, 1),
+        filling_s=stage_ops(of_stage[:1], filling)[0, 0] + op_s * (token_slices - 1),
         turning=stage_ops(passed[-1:], least[LAST])[:, 0] + op_s * num_stages,
     )
 
@@ -343,8 +347,11 @@ def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, m
             num_ranks=grid.layout.pipeline_parallel_size,
             num_micro_batches=micro_batches,
             num_token_slices=num_token_slices,
-            there_and_back_s=ops.turning[FORWARD] + ops.turning[back] + 2 * messages.last,
-            last_s=ops.whole[FORWARD, ops.last] + ops.whole[back, ops.last],
+            filling_s=ops.filling_s,
+            forward_s=ops.turning[FORWARD] + messages.last,
+            backward_s=ops.turning[back] + messages.last,
+            last=(ops.whole[FORWARD, ops.last], ops.whole[back, ops.last]),
+            draining_s=before[back, ops.last],
         )
         bound = np.maximum(bound, waiting)
     return np.asarray(bound)

@@ -77,10 +77,19 @@ def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: f
         ]
     else:
         back = 2 if schedule == "zero-bubble" else 1
-        there_and_back = parts[[0, back], :, -1].sum() + 2 * message_s * (ranks - 1)
-        sizes = {"num_micro_batches": np.array(float(count)), "num_token_slices": np.array(float(token_slices))}
-        last = whole[[0, back], -1].sum()
-        found.append(round_trip_bound(num_ranks=ranks, there_and_back_s=there_and_back, last_s=last, **sizes))
+        forward, backward = parts[[0, back], :, -1].sum(axis=1) + message_s * (ranks - 1)
+        found.append(
+            round_trip_bound(
+                num_ranks=ranks,
+                num_micro_batches=np.array(float(count)),
+                num_token_slices=np.array(float(token_slices)),
+                filling_s=parts[0, 0, :-1].sum(),
+                forward_s=forward,
+                backward_s=backward,
+                last=(whole[0, -1], whole[back, -1]),
+                draining_s=before[back, -1],
+            )
+        )
     return [float(each) for each in found]
 
 
