@@ -15,11 +15,7 @@ WIDTH_OF_FILES = 100
 
 
 def output_console(**settings: Any) -> "Console":
-    """Return the console of standard output: as wide as its terminal, else as COLUMNS or `WIDTH_OF_FILES`.
-
-    Args:
-        settings: further ones of `rich.console.Console`.
-    """
+    """Return the console of standard output: as wide as its terminal, else as COLUMNS or `WIDTH_OF_FILES`."""
     from rich.console import Console
 
     class PrintableConsole(Console):

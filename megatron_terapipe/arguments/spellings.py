@@ -63,11 +63,7 @@ class Spellings:
         return {name: number for name in ENDS if (number := getattr(self, name)) is not None}
 
     def stages(self, num_layers: int, num_ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the number of model chunks and the stage partition, where one of these flags sets them.
-
-        Args:
-            given: values of fields of ours.
-        """
+        """Return the number of model chunks and the stage partition, where one of these flags sets them."""
         self._check_other_partitions(given)
         each, model_chunks = self.num_layers_per_virtual_pipeline_stage, given.get("num_model_chunks")
         if self.pipeline_model_parallel_layout is not None:

@@ -54,7 +54,6 @@ def files_of_run(source: Path | None, tokenizer: Mapping[str, Any]) -> tuple[dic
 
     Args:
         source: folder of Hugging Face or checkpoint that the run loads; None for none.
-        tokenizer: settings of the run's tokenizer.
     """
     found: dict[str, bytes] = {}
     left: list[str] = []
@@ -96,11 +95,7 @@ def tokenizer_in(checkpoint: Path, settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def export_files(checkpoint: Path, tokenizer: Mapping[str, Any], output: Path) -> list[str]:
-    """Write the files beside the weights of a checkpoint into an export, but `config.json`, and return their names.
-
-    Args:
-        tokenizer: its settings, for checkpoints of a version that kept no files.
-    """
+    """Write the files beside the weights of a checkpoint into an export, but `config.json`, and return their names."""
     found = files_beside(checkpoint / MODEL_FILES)[0] or _files_of(tokenizer)
     if CONFIG_FILE not in found and {*FILES["GPT2BPETokenizer"].values()} <= found.keys():
         found[SETTINGS_FILE] = (json.dumps({"tokenizer_class": "GPT2Tokenizer"}, indent=2) + "\n").encode()

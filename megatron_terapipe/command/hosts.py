@@ -40,11 +40,7 @@ Hosts = dict[str, list[int]]
 
 
 def hosts_of(flags: Mapping[str, str]) -> Hosts | None:
-    """Return the devices that a launch uses on each host; None if no flag states them.
-
-    Args:
-        flags: of the launcher, by name.
-    """
+    """Return the devices that a launch uses on each host; None if no flag states them."""
     filters = [each for each in ("include", "exclude") if each in flags]
     both = filters + [each for each in ("num_nodes", "num_accelerators") if each in flags]
     if len(both) > 1 and filters:

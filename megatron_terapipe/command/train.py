@@ -109,8 +109,6 @@ def launch_command(
 
     Args:
         words: of the trainer; the first may be a program in place of pretrain_gpt.py.
-        hosts: by `hosts_of`.
-        variables: of this process.
     """
     from megatron_terapipe.search.machine.launcher import check_remote_words, free_port
 

@@ -99,13 +99,7 @@ class RecurrenceSettings(ExpertSettings):
         )
 
     def with_recurrences(self, shapes: list[BlockShape], usual: BlockShape, experts: BlockShape) -> list[BlockShape]:
-        """Return the layers of a pattern, or the usual ones with a state where they have one.
-
-        Args:
-            shapes: shape of each layer without them.
-            usual: shape of a layer with attention and an MLP.
-            experts: shape of a layer of experts.
-        """
+        """Return the layers of a pattern, or the usual ones with a state where they have one."""
         if self.hybrid_layer_pattern is not None:
             return [self._of_symbol(symbol, usual, experts) for symbol in self.hybrid_layer_pattern]
         if self.linear_attention_freq is None:

@@ -117,7 +117,6 @@ class MicroBatchLoader(Iterator[MicroBatch]):
         Args:
             consumed_samples: samples that all ranks together have taken before, over all runs.
             num_workers: threads that prepare batches ahead; 0 prepares each in `next`.
-            pin_memory: whether batches are in page-locked memory, for an accelerator.
             seq_length: tokens of a sample; of long ones fewer are prepared ahead.
         """
         assert 0 <= data_parallel_rank < data_parallel_size and len(dataset), "checked by the configuration"

@@ -19,7 +19,6 @@ class OwnDataset:
     """Samples of a dataset of the user's own, as arrays of numpy.
 
     Args:
-        name: of the dataset, for errors.
         vocab_size: every id is below it.
         restarts: whether positions may restart within a sample, at its documents.
     """

@@ -162,9 +162,6 @@ class TokenizerRecord:
         """Check that the ids of the dataset have the same text under a tokenizer.
 
         `NullTokenizer` has no text, so texts are not compared where it wrote the data or reads it.
-
-        Args:
-            reads_ends: whether the run uses the ends of documents.
         """
         written = f"{data_file(prefix)} was tokenized with {self.tokenizer} of {self.vocab_size} ids"
         remedy = f"give the tokenizer of the data, or preprocess the texts again ({record_file(prefix)} has the record)"

@@ -54,12 +54,7 @@ def ids_of_text(tokenizer_type: str, vocab_size: int | None) -> int | None:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None, explained: str) -> None:
-    """Add a flag for each field of `TokenizerSettings`.
-
-    Args:
-        default: type of the tokenizer without a flag.
-        explained: help text of `--tokenizer-type`.
-    """
+    """Add a flag for each field of `TokenizerSettings`."""
     group = parser.add_argument_group("tokenizer")
     texts = field_texts(TokenizerSettings)
     for field in fields(TokenizerSettings):

@@ -237,11 +237,7 @@ EXPORTED = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW")
 
 
 def variables_of_rank(launching: Launching, of_host: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank that torch, CUDA and the network read.
-
-    Args:
-        of_host: variables of a command over ssh on its host.
-    """
+    """Return the variables of a rank that torch, CUDA and the network read."""
     if launching.hostfile is None or launching.launcher in BY_HAND:
         return dict(of_host)
     exported = launching.variables

@@ -129,11 +129,7 @@ class Balance(CountingLayer):
     def add_gradient(
         self, gradient_TE: Tensor, logits_TE: Tensor, counts: Counts, groups_T: Tensor | None, past: Past, tokens: int
     ) -> Tensor:
-        """The gradient of the logits, plus the gradient of the losses of a token slice.
-
-        Args:
-            tokens: tokens of the micro-batch.
-        """
+        """The gradient of the logits, plus the gradient of the losses of a token slice."""
         values = []
         scale = past.loss_factor / tokens
         if self._auxiliary:

@@ -44,11 +44,7 @@ def legend(names: Sequence[str], palette: Mapping[str, str]) -> str:
 
 
 def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable[[float, Bar], str]) -> str:
-    """Return bars on one scale, below each other.
-
-    Args:
-        text: text of an amount of a bar, shown under the pointer.
-    """
+    """Return bars on one scale, below each other."""
     longest = max((max(sum(bar.parts.values()), bar.limit or 0.0) for bar in bars), default=0.0) or 1.0
     rows = []
     for bar in bars:

@@ -71,12 +71,7 @@ def _picture(
     ends: tuple[int, int],
     text: Callable[[float], str],
 ) -> str:
-    """Return the picture of some lines, each with its colour, and of grey points.
-
-    Args:
-        ends: first and last iteration.
-        text: text of a value on the axis.
-    """
+    """Return the picture of some lines, each with its colour, and of grey points."""
     values = [y for points in (*lines, dots) for _, y in points] or [0.0]
     low, high = min(values), max(values)
     if high - low <= 1e-9 * abs(high):

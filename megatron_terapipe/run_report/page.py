@@ -45,11 +45,7 @@ _LEAST_LABEL = 44.0
 
 
 def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], loads: Sequence[Sequence[float]]) -> str:
-    """Return a table of loads as a titled SVG picture; a cell has its row, column and load under the pointer.
-
-    Args:
-        loads: by row and column.
-    """
+    """Return a table of loads as a titled SVG picture; a cell has its row, column and load under the pointer."""
     width = (_WIDTH - _LEFT) / len(columns)
     every = 1 << (ceil(_LEAST_LABEL / width) - 1).bit_length()
 

@@ -69,7 +69,6 @@ def read_deepspeed_file(
     Args:
         decided: settings that flags and the engine decide; the file may repeat them, not change them.
         optimizer: type and params of the optimizer that the file may repeat; DeepSpeed does not build it.
-        needs_zero: whether a file that asks for ZeRO 0 is run under ZeRO 1.
     """
     file = read_deepspeed_settings(path)
     zero = file.get("zero_optimization")

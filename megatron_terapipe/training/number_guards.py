@@ -73,9 +73,6 @@ class BadNumbers:
     def check(self, iteration: int, loss: float, batches: RememberedBatches) -> None:
         """Check an iteration; a collective operation of all ranks, with the same loss.
 
-        Args:
-            batches: micro-batches of this rank, with the iteration's.
-
         Raises:
             BadIteration: if its loss or its gradient is NaN or infinite, and the run ends.
             NumbersError: if weights or states are, too.

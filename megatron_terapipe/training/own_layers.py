@@ -171,11 +171,7 @@ _CHECKED_TOKENS = 64
 
 
 class CheckedLoss:
-    """A loss of one's own, which is checked when it is first called.
-
-    Args:
-        program: file that defines it, for errors.
-    """
+    """A loss of one's own, which is checked when it is first called."""
 
     def __init__(self, loss: Loss, program: str) -> None:
         self._loss, self._program, self._checked = loss, program, False

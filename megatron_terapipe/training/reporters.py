@@ -388,12 +388,7 @@ def _versions() -> dict[str, str]:
 
 
 def build_reporters(run: Run, parameters: int, refresh_report: Callable[[], object]) -> Reporters:
-    """Return the reporters of the run on its first rank.
-
-    Args:
-        parameters: number of the model's parameters.
-        refresh_report: called after each line of an iteration.
-    """
+    """Return the reporters of the run on its first rank."""
     reporters = Reporters()
     if run.launch.rank != 0:
         return reporters

@@ -75,7 +75,6 @@ def rotations(
         part: default of the rotated fraction of the head; None if it is always 1.
         original_length: default of the length before scaling, if the family writes it outside the section; None if it
             is within the section.
-        older_names: names of `longrope` in older files.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:

@@ -61,7 +61,6 @@ def llama_like(
         key_heads: default of the key and value heads; None for as many as query heads.
         head_size: default of the width of a head; None for hidden size over heads.
         defaults: numbers of words, positions, hidden size, width of MLPs, layers and heads.
-        more: other fields of `Family`.
     """
     return Family(
         name=name,

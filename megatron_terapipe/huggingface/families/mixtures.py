@@ -58,7 +58,6 @@ def mixture(name: str, architecture: str, experts: tuple[str, int, int], *settin
 
     Args:
         experts: key of their number, its default, and the key of the number that a token chooses.
-        more: as in `llama_like`.
     """
     key, number, top_k = experts
     return llama_like(

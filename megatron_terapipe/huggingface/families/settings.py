@@ -103,7 +103,6 @@ class SettingsFile:
         Args:
             default: its value if it is missing.
             reason: why others are refused; empty to list the accepted values.
-            end: end of the message.
         """
         name = self._spelled(name)
         value, accepted = self.contents.get(name, default), tuple(accepted)
@@ -242,7 +241,6 @@ def fixed(key: str, *accepted: Any, reason: str = "", end: str = MODEL_CANNOT_BE
     Args:
         accepted: values with that meaning; the first is its value if it is missing.
         reason: why others are refused; empty to list the accepted values.
-        end: end of the message.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
