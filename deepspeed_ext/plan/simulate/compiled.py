@@ -205,7 +205,7 @@ def _say_when_compiling() -> None:
     event.register("numba:compile", _Announcement())  # type: ignore[no-untyped-call]
 
 
-COMPILING = "compiling loops of this package: up to 15 s, once on this machine for each version"
+COMPILING = "compiling loops of this package: up to 10 s, once on this machine for each version"
 
 
 @cache

@@ -403,6 +403,14 @@ def _move(row: Numbers, position: int, target: int) -> None:
 
 
 @compiled
+def _copy(rows: Numbers, best: Numbers) -> None:
+    """Copy element by element: a copy of whole arrays brings checks of shapes that take 3 s to compile."""
+    for rank in range(rows.shape[0]):
+        for place in range(rows.shape[1]):
+            best[rank, place] = rows[rank, place]
+
+
+@compiled
 def _anneal(
     tables: Tables,
     flow: DataFlow,
@@ -424,7 +432,7 @@ def _anneal(
             op = rows[rank, position]
             places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = position
     shortest = makespan = replay_rows(tables, flow, rows, lengths, starts, ends, ready)
-    best[:] = rows
+    _copy(rows, best)
     path = np.zeros((rows.size, 2), np.int64)
     length = _critical_path(tables, flow, rows, lengths, starts, ends, ready, places, path)
     for number in range(num_moves):
@@ -452,5 +460,5 @@ def _anneal(
         length = _critical_path(tables, flow, rows, lengths, starts, ends, ready, places, path)
         if makespan < shortest:
             shortest = makespan
-            best[:] = rows
+            _copy(rows, best)
     return shortest

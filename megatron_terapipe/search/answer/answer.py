@@ -72,13 +72,14 @@ def answer_text(problem: SearchProblem, winner: Ranked, entry: RankedEntry) -> s
         if published is not None and used > published.share + TOLERANCE:
             # Else it would seem too high because it counts scores that are never computed.
             name, used, best = "causal MFU", price.mfu_causal, published.causal_share
-        words.append(f"{name} {used:.0%}{'' if best is None else f' (best published {best:.0%})'}")
+        words.append(f"{name} {used:.0%}{'' if best is None else f' (published: {best:.0%})'}")
     if price.memory_per_rank:
         groups = RankGroups(ClusterTable.of(problem.cluster), winner.strategy.layout, winner.strategy.placement)
         ranks = zip(price.memory_per_rank, groups.smallest, strict=True)
         held, of = max(((rank["total"], device.memory_bytes) for rank, device in ranks), key=lambda each: each[0])
-        held_text, of_text = bytes_text(held), bytes_text(of)
-        words.append(f"{held_text.removesuffix(of_text[-3:])} of {of_text}")
+        words.append(
+            f"{bytes_text(held)} of {bytes_text(of)}" if held < 10e9 else f"{held / 1e9:.0f} of {of / 1e9:.0f} GB"
+        )
     impossible = "" if (price.mfu_causal or 0.0) <= 1 else IMPOSSIBLE
     return f"{layout_text(winner.strategy)}: {', '.join(words)}{impossible}"
 

@@ -73,8 +73,8 @@ def if_nothing_fits(asked: Question, result: SearchResult) -> Iterator[WhatIfPar
         return
     if result.too_full is None:
         line = (
-            f"the nearest needs {bytes_text(nearest.memory.total)} on a device, of {bytes_text(nearest.usable_bytes)} "
-            f"that a {nearest.device} has ({100 * asked.problem.memory_headroom:.3g}% kept free)"
+            f"the nearest needs {bytes_text(nearest.memory.total)} of a device, and {nearest.device} has "
+            f"{bytes_text(nearest.usable_bytes)} ({100 * asked.problem.memory_headroom:.3g}% kept free)"
         )
         yield part("nearest", nearest.memory.total, line, nearest.strategy, _shortage(nearest))
     for change in fitting_changes(asked):

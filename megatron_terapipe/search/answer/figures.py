@@ -180,9 +180,9 @@ def heading(ranking: Ranking) -> str:
     model, nodes = ranking.model, ranking.cluster.num_nodes
     batch = "" if ranking.global_batch_size is None else f" x {ranking.global_batch_size}"
     trainer = "" if ranking.software == TERAPIPE.name else f", trainer {ranking.software}"
-    listed = " + ".join(f"{count} x {name}" for name, count in ranking.cluster.devices.items())
+    listed = " + ".join(f"{count:,} x {name}" for name, count in ranking.cluster.devices.items())
     return (
-        f"{model.name} ({count_text(model.parameters)} parameters), {model.seq_length:,}{batch} tokens a step, on "
+        f"{model.name} ({count_text(model.parameters)}), {model.seq_length:,}{batch} tokens a step, on "
         f"{listed} in {nodes} node{'s' if nodes > 1 else ''}, {ranking.precision}{trainer}"
     )
 

@@ -43,10 +43,10 @@ class WhatIfPart(ClosedModel):
     """The question with one change, and its answer."""
 
     name: str
-    """The kind of change: `found_order`, `interleaved_slices`, `memory_headroom`, `fewer_devices`, `published_mfu`,
-    `effort`, `constant`, `network`. Where nothing fits: `nearest` for the strategy nearest to fitting, then the
-    changes with which one fits: `memory_headroom`, `constraint` (a flag that is dropped), `key_value_gradients`,
-    `devices`, `seq_length`, `global_batch_size`, `device_memory`."""
+    """The kind of change: `found_order`, `memory_headroom`, `fewer_devices`, `published_mfu`, `effort`, `constant`,
+    `network`. Where nothing fits: `nearest` for the strategy nearest to fitting, then the changes with which one fits:
+    `memory_headroom`, `constraint` (a flag that is dropped), `key_value_gradients`, `devices`, `seq_length`,
+    `global_batch_size`, `device_memory`."""
     value: int | float | str | None
     """The new value: the headroom, the number of devices, the name of a constant, ...; null = none is needed."""
     strategy: StrategyObject | None

@@ -156,7 +156,9 @@ def run(options: argparse.Namespace) -> int:
     ]
     trainers = list(other_trainers(question)) if options.rivals else []
     winner_s = entries[0].iteration_time_s if entries else None
-    all_notes = (*trainer_notes(trainers, problem, winner_s), *costs.notes, *notes, *how_sure(result))
+    uncalibrated = "no calibration on this cluster: intervals are wide, because data sheets are uncertain"
+    assumed = [*notes] if options.calibrate or options.calibration else [*notes, uncalibrated]
+    all_notes = (*trainer_notes(trainers, problem, winner_s), *costs.notes, *assumed, *how_sure(result))
     counts = result.counts
     fields = ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training)
     for each in advice if not entries else ():
@@ -249,13 +251,15 @@ def show_answer(options: argparse.Namespace, document: RankDocument, costs: list
         print(f"\n{proposed}")
     if launch.files:
         print(f"\nwritten: {', '.join(launch.files)}")
-    if launch.command is None:
+    if launch.command is None and document.entries:
         print(f"\nno command to launch it: {launch.why_not}")
-    elif launch.files:
+    elif launch.command is not None and launch.files:
         print(f"\nto run the winner, from any directory:\n  {script_command(options.output)}")
         print(f"which runs, where pretrain_gpt.py is:\n  {launch.command}")
-    else:
+    elif launch.command is not None:
         print("\nto run the winner: add --output DIR, which writes the files and prints the command")
+    if options.explain is None:
+        print("for all notes and assumptions in full sentences: add --explain")
 
 
 def explain_space(result: SearchResult) -> list[str]:

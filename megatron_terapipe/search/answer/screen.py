@@ -16,7 +16,9 @@ from megatron_terapipe.search.answer.figures import (
     rows_of,
     time_text,
 )
+from megatron_terapipe.search.answer.flags import TRAINERS
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry, Ranking
+from megatron_terapipe.search.answer.other_trainers import FASTER
 from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -86,9 +88,10 @@ def notes_of(document: RankDocument) -> list[str]:
             continue
         ratio = each.iteration_time_s / winner_s if winner_s else 0.0
         compared = f", {ratio:.2f} times rank 1" if ratio else ""
-        known = "measured" if each.measured_run else "never measured on such devices"
+        advice = f": --software {each.software}" if 0 < ratio <= FASTER and each.software in TRAINERS else ""
+        known = "measured" if each.measured_run else "never measured"
         layout = layout_text(Strategy.from_json(each.strategy))
-        line = f"{each.title}: {time_text(each.iteration_time_s)}{compared} ({layout}; {known})"
+        line = f"{each.software}: {time_text(each.iteration_time_s)}{compared} ({layout}; {known}){advice}"
         found.append((max(0.0, 1 - ratio), line))
     return [line for _, line in sorted(found, key=lambda each: -each[0])]
 
@@ -109,8 +112,11 @@ def print_notes(
         for note in document.notes:
             console.print(f"- {note}", markup=False, highlight=False)
         return
-    for line in [*notes_of(document), *costs][:MOST_NOTES]:
+    lines = notes_of(document)[:MOST_NOTES]
+    for line in lines:
         console.print(f"- {line}", markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
+    for line in costs[: MOST_NOTES - len(lines)]:
+        console.print(f"- {line}", markup=False, highlight=False)
 
 
 def _shared(names: Sequence[str], rows: Sequence[dict[str, str]]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The same question with one change, answered again: each a name, a changed question and a line.
 
     Question.changed     the same question with other flags, or another model, cluster, batch or trainer
-    what_ifs             the changes that are worth saying: an order that is found, interleaved token slices, less
-                         headroom, fewer devices, other constants (`sensitivity.py`)
+    what_ifs             the changes that are worth saying: an order that is found, less headroom, fewer devices,
+                         other constants (`sensitivity.py`)
     distance.py          the changes with which a strategy fits, where none does
 
 A search compares the schedules that have a closed form. Only the winner is then priced with `optimised`, and where the
@@ -39,7 +39,7 @@ from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.rank.grid_prices import ProgressCallback, no_progress
 from megatron_terapipe.search.rank.search import Ranked, SearchResult, priced, search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
-from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.strategy import Strategy
 
 EFFORT = 0.1  # effort of a second search
 
@@ -88,7 +88,6 @@ def what_ifs(
     winner = result.entries[0]
     found = [
         *with_found_order(asked, winner),
-        *with_interleaved_slices(asked, winner),
         *with_less_headroom(asked, result.too_full, winner),
         *on_fewer_devices(asked, winner, progress, training),
         *at_published_mfu(asked.problem, winner),
@@ -159,37 +158,6 @@ def with_found_order(asked: Question, winner: Ranked) -> Iterator[WhatIfPart]:
         remedy=f": --output DIR adds DIR/{FOUND_ORDER}",
         more=f"Its flags are --pipeline-schedule {OPTIMISED}{' --vocabulary-stages' if in_parts else ''}; the trainer "
         "looks for the order before its first iteration.",
-    )
-
-
-def with_interleaved_slices(asked: Question, winner: Ranked) -> Iterator[WhatIfPart]:
-    """Yield the best interleaved schedule with token slices on the winner's layout, where rankings leave it out.
-
-    They do until a trial has it (`rules.UNPROVEN`).
-    """
-    several = {
-        name: tuple(each for each in asked.choices[name] if each > 1)
-        for name in ("num_model_chunks", "num_token_slices")
-    }
-    if (
-        asked.problem.may_interleave_slices
-        or "interleaved" not in asked.choices["schedule"]
-        or winner.strategy.pipeline_parallel_size == 1
-        or not all(several.values())
-    ):
-        return
-    layout = {each.name: (getattr(winner.strategy, each.name),) for each in DIMENSIONS if each.ranks}
-    constraints = {**asked.constraints, **layout, **several, "schedule": ("interleaved",)}
-    best = next(iter(asked.changed(constraints, interleaves_token_slices=True).search().entries), None)
-    slices = 0 if best is None else best.strategy.num_token_slices
-    yield from _faster(
-        "interleaved_slices",
-        f"interleaved with {slices} token slices",
-        best,
-        winner,
-        remedy=" by prediction; it is unproven",
-        more="It is not ranked: it was published slower than 1F1B in three of four cases (by the authors of arXiv "
-        f"2406.03488), and no trial here has it. --schedule interleaved --num-token-slices {slices} ranks it.",
     )
 
 
@@ -289,19 +257,18 @@ def on_fewer_devices(
     (ratio, part, entry), hours = best, best[0] * best[1].num_devices / whole.num_devices
     if not is_faster and min(hours, cost_of(best)) > 1 - MUCH_CHEAPER:
         return
-    price, number = price_of(ratio, part), part.num_devices
-    without = " and ".join(sorted(all_devices.keys() - devices_of(part).keys()))
-    pays = f"{1 - ratio:.0%} less" if is_faster else f"{ratio:.2f} x, for {1 - hours:.0%} fewer device hours"
+    price, kinds = price_of(ratio, part), " and ".join(sorted(devices_of(part)))
+    saved = f"for {1 - hours:.0%} fewer device hours" if price is None else f"at {price:.2f} of the price"
     yield WhatIfPart(
         name="fewer_devices",
-        value=number,
+        value=part.num_devices,
         strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
         change=1 - ratio if is_faster else 1 - cost_of(best),
-        line=f"{number} of the {whole.num_devices} devices{f' (no {without})' if without else ''} take "
-        f"{time_text(entry.iteration_time_s)}, {pays}{'' if price is None else f' at {price:.2f} x the price'}: "
-        f"--devices-at-most {number}",
-        more=f"The strategy: {strategy_text(entry.strategy)}."
+        line=f"{part.num_devices:,} of {whole.num_devices:,} devices: {time_text(entry.iteration_time_s)}, "
+        f"{f'{1 - ratio:.0%} less' if is_faster else f'{ratio:.2f} times rank 1'}, {saved}: "
+        f"--devices-at-most {part.num_devices}",
+        more=f"They are {kinds}. The strategy: {strategy_text(entry.strategy)}."
         + ("" if price is not None or whole.is_uniform else " Devices of other kinds have other prices (--price)."),
     )
 

@@ -108,9 +108,7 @@ def read_costs(
         calibration = no_calibration(cluster if profile is None else None)
         guessed = sorted({node.device.name for node in cluster.nodes if is_guessed(node.device)})
         if guessed and profile is None:
-            notes.append(
-                f"the efficiency of kernels on {' and '.join(guessed)} is a guess: measure (--profile), or calibrate"
-            )
+            notes.append(f"the speed of kernels on {' and '.join(guessed)} is a guess: measure it (--profile)")
     else:
         calibration = calibrated(cluster, calibration_path, profile)
         notes.append(

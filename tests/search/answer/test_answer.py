@@ -112,7 +112,7 @@ def printed(document: RankDocument, width: int) -> list[str]:
 def test_the_table() -> None:
     lines = printed(answer(), 170)
     assert (
-        lines[0] == "dp 2, tp 2, pp 4, 2 slices: 1.4 s a step, 731 tokens/s, MFU 0% (best published 70%), 8 of 85.2 GB"
+        lines[0] == "dp 2, tp 2, pp 4, 2 slices: 1.4 s a step, 731 tokens/s, MFU 0% (published: 70%), 8 GB of 85.2 GB"
     )
     assert lines[1].startswith("4x64 (") and lines[1].endswith(
         "128 x 8 tokens a step, on 16 x A100-SXM4-80GB in 2 nodes, bf16"

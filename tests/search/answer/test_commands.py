@@ -265,7 +265,7 @@ def test_a_ranking_has_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixt
     asked += ["--schedule", "1f1b", "--tensor-parallel-size", "2"]
     found, without = tmp_path / "with.json", tmp_path / "without.json"
     assert main([*asked, "--json", str(found)]) == 0
-    assert "\n- Megatron-core with Transformer Engine: " in capsys.readouterr().out
+    assert "\n- megatron-core: " in capsys.readouterr().out
     assert main([*asked, "--json", str(without), "--no-rivals"]) == 0
     assert "Ulysses" not in capsys.readouterr().out
     trainers = {each["software"]: each for each in read(found)["trainers"]}

@@ -95,7 +95,7 @@ def test_stages_that_are_computed_again_may_be_nearest() -> None:
 def test_lines_of_missing_memory() -> None:
     asked = question(small_problem(small_cluster(device=replace(FAST, memory_bytes=1e9))))
     nearest, *changes, last = if_nothing_fits(asked, asked.search())
-    assert nearest.name == "nearest" and "of 950 MB that a fast has (5% kept free)" in nearest.line
+    assert nearest.name == "nearest" and " of a device, and fast has 950 MB (5% kept free)" in nearest.line
     assert "framework 3.5 GB" in nearest.more and "it would not fit either: " in nearest.more
     assert last.name == "device_memory" and last.line.startswith("devices of ")
     assert not changes, "the framework alone is more than such a device has"
