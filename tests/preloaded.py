@@ -6,6 +6,7 @@ imports its compiler as soon as a module is built on the meta device, DeepSpeed 
 
 import gc
 import os
+from importlib.util import find_spec
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +28,9 @@ from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.solve.orders import optimise
 
+# A second of each rank that compares with it, half of it wandb.
+if find_spec("megatron"):
+    import megatron.core.models.gpt  # noqa: F401
 # DeepSpeed tries the builders of its ops when it is first asked, and imports setuptools.
 assert deepspeed.ops.__compatible_ops__
 # numba compiles or loads the optimiser here, and in no rank.

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
@@ -19,7 +20,6 @@ from benchmarks.engines.page import (
     rows,
     table,
 )
-from benchmarks.engines.pipelines import Engine, Entry, Job, catalogue, plain
 from benchmarks.engines.results import (
     DEEPSPEED,
     IN_ONE_THREAD,
@@ -34,11 +34,14 @@ from benchmarks.engines.results import (
     Run,
     ours_with,
 )
-from benchmarks.engines.turns import TOLERANCE, Competition, largest_difference
 from benchmarks.measuring.report import BEGIN, END, written_between
 from megatron_terapipe.config import ModelConfig
 from tests.architecture.sources import ROOT
 from tests.distributed import run_distributed
+
+if TYPE_CHECKING:
+    # With torch's pipelines: a second for each worker that collects these tests.
+    from benchmarks.engines.pipelines import Engine, Job
 
 MODEL = ModelConfig(
     num_layers=4,
@@ -53,7 +56,9 @@ NEEDED = {"1F1B": 2, "DualPipeV": 4}
 """Fewest micro-batches on two ranks, by schedule; the others take one."""
 
 
-def _half_the_loss(job: Job) -> Engine:
+def _half_the_loss(job: "Job") -> "Engine":
+    from benchmarks.engines.pipelines import plain
+
     engine = plain(job, threads=1)
     for weight in engine.weights.values():
         weight.register_hook(lambda gradient: gradient / 2)
@@ -61,6 +66,9 @@ def _half_the_loss(job: Job) -> Engine:
 
 
 def _competed() -> list[tuple[Measured, ...]]:
+    from benchmarks.engines.pipelines import Entry, Job, catalogue
+    from benchmarks.engines.turns import Competition
+
     job = Job(MODEL, 1, 2, frozenset((0,)))
     # To find the orders of `optimised`, numba compiles for longer than all of this test takes.
     entries = [
@@ -77,6 +85,8 @@ def _competed() -> list[tuple[Measured, ...]]:
 
 
 def test_engines_agree_with_plain_torch_or_say_why_not() -> None:
+    from benchmarks.engines.turns import TOLERANCE
+
     (few, many), others = run_distributed(_competed, 2)
     assert [each.name for each in few + many] == [each.name for measured in others for each in measured]
     assert {each.schedule.split(",")[0]: each.needs for each in few if each.needs} == NEEDED
@@ -91,6 +101,8 @@ def test_engines_agree_with_plain_torch_or_say_why_not() -> None:
 
 
 def test_the_largest_difference_is_a_share_of_the_largest_element() -> None:
+    from benchmarks.engines.turns import largest_difference
+
     expected = {"weight": torch.tensor([[4.0, 1.0]]), "bias": torch.tensor([1.0])}
     assert largest_difference({"weight": torch.tensor([4.0, 2.0])}, expected) == 0.25
     assert largest_difference({"weight": torch.tensor([4.0, 1.0]), "bias": torch.tensor([0.5])}, expected) == 0.5

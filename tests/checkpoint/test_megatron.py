@@ -35,7 +35,7 @@ from tests.distributed import run_each
 from tests.inference.checkpoints import MODEL
 from tests.training.prepared import prepared_run
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron")
 
 RUN = (
     f"--use-checkpoint-args --seq-length {SEQ} --vocab-size {VOCAB} --tokenizer-type NullTokenizer --data-path unread"

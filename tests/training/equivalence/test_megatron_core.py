@@ -19,7 +19,7 @@ from tests.checkpoint.megatron_files import MICRO, MODELS, ROWS, SEQ, VOCAB, Cas
 from tests.distributed import run_distributed
 from tests.end_to_end.launching import read_metrics, train_on_this_rank
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron")
 
 UPDATES = 5
 CASES = {

@@ -29,7 +29,7 @@ from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.checkpoint.megatron_files import MICRO, MODELS, ROWS, SEQ, Case, on_ranks, parallel, samples
 from tests.distributed import results_by_setup
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron")
 
 UPDATES, WORDS = 5, 120
 WHOLE, UNEVEN, EVEN = (SEQ,), (5, 1, 7, 3), (6, 2, 4, 4)
