@@ -55,13 +55,13 @@ CASES = [
     (2, f"{PP2} {ladder.UNIFORM} {ZERO} {DROPOUT} {ladder.PACKED} {STEPS}", 2, (DETERMINISTIC,)),
     (4, f"{TP2} {PP2} {ladder.EVEN} {SP} {SELECTIVE} {ZERO}", 2, (ZERO_BUBBLE, MODEL_CHUNKS)),
     (4, f"{PP2} {UNEVEN} {SELECTIVE} {IN_PLACE}", 2, (LATE,)),
-    (4, f"{PP2} {UNEVEN} {LLAMA} {DROPOUT} {FULL} {ZERO}", 2, (LATE,)),
-    (4, f"{PP2} {UNEVEN} {BF16} {IN_PLACE}", 2, (LATE,)),
+    (2, f"{UNEVEN} {LLAMA} {DROPOUT} {FULL} {ZERO}", 2, (LATE,)),
+    (2, f"{UNEVEN} {BF16} {IN_PLACE}", 2, (LATE,)),
     (4, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {BF16} {ZERO}", 3, (LATE,)),
     (4, f"{PP2} {THERE_AND_BACK}", 2, (LATE,)),
     (4, f"{TP2} {ladder.EVEN} {SP} {ZERO} {IN_PLACE}", 2, (LATE,)),
     (4, f"{PP2} {UNEVEN} {BF16} {ZERO} {FULL} {STEPS}", 2, (GATHERED,)),
-    (4, f"{PP2} {UNEVEN} {ZERO} {STEPS}", 2, (GATHERED,)),
+    (2, f"{UNEVEN} {ZERO} {STEPS}", 2, (GATHERED,)),
 ]
 PAIRS = [
     (Setup(world_size, words, micro_batches), Setup(world_size, f"{words} {other}", micro_batches))
