@@ -36,7 +36,7 @@ from megatron_terapipe.search.answer.screen import print_notes, print_table
 from megatron_terapipe.search.answer.what_if import Question, what_ifs
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
 from megatron_terapipe.search.learn.costs import costs_of
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
+from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, FITS, HEADROOM, NEEDS_NO_HOSTS, ProgressCallback
 from megatron_terapipe.search.rank.rules import DUPLICATES, UNPROVEN, USES_DEVICES
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, predict_one, search, with_batch
 from megatron_terapipe.search.rank.space import SearchProblem, check_runnable
@@ -204,7 +204,7 @@ def how_sure(result: SearchResult) -> list[str]:
 
 def nothing_fits(result: SearchResult, advice: list[WhatIfPart], problem: SearchProblem) -> str:
     """Return why no strategy remains: the rule that the last ones broke, and the remedy."""
-    doubles = {rule.name for rule in DUPLICATES}
+    doubles = {COARSE_SUMS, NEEDS_NO_HOSTS, *(rule.name for rule in DUPLICATES)}
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
         return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
@@ -217,6 +217,7 @@ def nothing_fits(result: SearchResult, advice: list[WhatIfPart], problem: Search
         )
     last, number = rejected[-1]
     if last in (FITS, HEADROOM):
+        number = result.counts.rejected[FITS] + result.counts.rejected[HEADROOM]
         nearest = f": one would fit with {remedies}" if remedies else ""
         return (
             f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices have"

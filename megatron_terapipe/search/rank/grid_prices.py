@@ -166,8 +166,8 @@ class GridMemory:
 
 
 def _ranks_to_look_at(counts: LayerCounts) -> list[int]:
-    ranks = len(counts.parameters)
-    return sorted({0, ranks - 1, int(np.argmax(counts.parameters)), int(np.argmax(counts.per_rank.sum(axis=1)))})
+    held = counts.parameters, counts.parameters + counts.expert_parameters, counts.per_rank.sum(axis=1)
+    return sorted({0, len(counts.parameters) - 1, *(int(np.argmax(each)) for each in held)})
 
 
 def live_token_slices(

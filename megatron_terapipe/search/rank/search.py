@@ -419,7 +419,15 @@ class _Contest:
         for share in (0.5, 1.0):
             left = self._simulate_some(left, max(int(most * share), self._top), ops * share, progress)
             left = left[np.argsort(self._bound[left], kind="stable")]
-        self.lowest_bound_left = float(self._bound[left[0]]) if len(left) else np.inf
+        if not self.ranked:
+            # None of the fastest fits on its schedule: the emptiest ones may.
+            left = left[np.argsort(self._fullness[left], kind="stable")]
+            self._done = 0
+            while len(left) and not self.ranked and self._done < most:
+                self._done += 1
+                self._simulate(int(left[0]))
+                left = left[1:]
+        self.lowest_bound_left = float(self._bound[left].min(initial=np.inf))
         self._simulate_leaner()
 
     def _simulate_leaner(self) -> None:

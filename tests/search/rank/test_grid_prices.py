@@ -9,7 +9,8 @@ import pytest
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
-from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, live_token_slices, price_space
+from megatron_terapipe.search.price.stages import LayerCounts
+from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, _ranks_to_look_at, live_token_slices, price_space
 from megatron_terapipe.search.rank.node_orders import node_orders
 from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
@@ -111,6 +112,22 @@ def test_strategies_rejected_for_memory_do_not_fit(features: dict[str, Any], oth
         wrong += strategy in fitting and not fits
     # The bound rejects most of those that do not fit.
     assert rejected > 20 and wrong < rejected / 4, (rejected, wrong, len(everything))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "experts", "layers", "ranks"),
+    [
+        ([1, 1, 1, 1], [0, 0, 0, 0], [2, 2, 2, 2], [0, 3]),
+        ([1, 3, 1, 1, 1], [0, 0, 0, 0, 0], [2, 2, 3, 2, 2], [0, 1, 2, 4]),
+        ([3, 2, 2, 2], [0, 0, 9, 5], [2, 2, 2, 1], [0, 2, 3]),  # experts after dense layers
+    ],
+)
+def test_the_fullest_rank_is_among_those_that_are_counted(
+    parameters: list[int], experts: list[int], layers: list[int], ranks: list[int]
+) -> None:
+    held = [np.array(each, dtype=float) for each in (parameters, experts)]
+    counts = LayerCounts(np.array(layers, dtype=float)[:, None], held[0], held[0], np.arange(3), held[1])
+    assert _ranks_to_look_at(counts) == ranks
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved", "gpipe", "breadth-first"])

@@ -10,7 +10,8 @@ from megatron_terapipe.search.answer.what_if import Question
 from megatron_terapipe.search.learn.calibration import no_calibration
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.rank.grid_prices import HEADROOM
+from megatron_terapipe.search.rank import search as searching
+from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.node_orders import better_order, kind_key, node_orders, placement_of
 from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.rank.search import (
@@ -119,6 +120,25 @@ def test_little_effort_reports_the_possible_saving() -> None:
     assert best[1] <= best[0] * (1 + 1e-9)
     # The reported saving is an upper bound.
     assert best[1] >= best[0] * (1 - little.could_save) * (1 - 1e-9)
+
+
+class OnlyRecomputed(Pricing):
+    """Prices where no other strategy fits, as by an exact count of memory that a bound is far below."""
+
+    def why_it_does_not_fit(self, strategy: Strategy, *given: object) -> str | None:
+        return None if strategy.recompute == "full" else "out of memory"
+
+
+def test_where_none_of_the_fastest_fits_the_emptiest_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "MOST_STRATEGIES", 6)
+    problem = small_problem(small_cluster(num_nodes=1, num_devices=4), num_layers=10)
+
+    def made(cluster: Cluster) -> Pricing:
+        return OnlyRecomputed(problem.workload, cluster)
+
+    result = search(problem, few(problem), made, top=1, refine=False)
+    assert result.counts.rejected[FITS] >= 6 and result.counts.simulated == 1
+    assert [entry.strategy.recompute for entry in result.entries] == ["full"]
 
 
 def test_refining_keeps_to_the_pins_and_to_the_trainer() -> None:
