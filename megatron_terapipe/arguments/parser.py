@@ -227,7 +227,8 @@ def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
     if each.kind is bool:
         settings |= {"nargs": 0, "const": True}
     else:
-        read = partial(_value, each.kind, each.option.spellings)
+        # DeepSpeed quotes a pattern for other hosts if it has a blank: `remote_words` adds one at its end.
+        read = partial(_value, str.strip if each.metavar == "PATTERN" else each.kind, each.option.spellings)
         settings |= {"type": _argument(read), "metavar": each.metavar}
     if each.repeated:
         settings["nargs"] = "+"
@@ -267,7 +268,7 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def _value(kind: type[Any], other_words: Mapping[str, str], text: str) -> Any:
+def _value(kind: Callable[[str], Any], other_words: Mapping[str, str], text: str) -> Any:
     """Return a value of a type, which may have other words for some values."""
     if not text.strip():
         # A script's variable that is not set: `--save "$DIR"`.

@@ -110,14 +110,14 @@ def launch_command(
     Args:
         words: of the trainer; the first may be a program in place of pretrain_gpt.py.
     """
-    from megatron_terapipe.search.machine.launcher import check_remote_words, free_port
+    from megatron_terapipe.search.machine.launcher import free_port, remote_words
 
     flags, program = dict(flags), [*([] if _has_program(words) else [trainer_file()]), *words]
     # Ranks take their place from variables, which every launcher sets. The log of the launcher, which repeats the
     # command for each rank, would hide the lines of the trainer.
     more = ["--log_level=error", "--no_local_rank"]
     if hosts is not None and "hostfile" in flags:
-        check_remote_words(program)
+        program = remote_words(program)
         flags["hostfile"] = _readable(flags["hostfile"])
         if is_here(hosts):
             flags.setdefault("master_addr", "127.0.0.1")

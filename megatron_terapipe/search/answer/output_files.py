@@ -25,7 +25,7 @@ from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.answer.what_if import FOUND_ORDER
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
 from megatron_terapipe.search.machine.hostfile import hostfile_text
-from megatron_terapipe.search.machine.launcher import SHELL_CHECK, check_remote_words
+from megatron_terapipe.search.machine.launcher import SHELL_CHECK, remote_words
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
@@ -95,7 +95,7 @@ class Launch:
         """Return the command of the script in one line, to be run where `pretrain_gpt.py` is."""
         words = ["deepspeed", *self.where(directory), "pretrain_gpt.py", *self.trainer_flags(directory)]
         if self.many_nodes:
-            check_remote_words(words)
+            words = remote_words(words)
         prefix = "DS_ACCELERATOR=cpu " if self.on_cpu else ""
         return prefix + shlex.join([*words, "--mock-data"])
 
@@ -107,7 +107,6 @@ class Launch:
             script.append("export DS_ACCELERATOR=cpu\n")
         script.append(f"launch=({_quoted(['deepspeed', *self.where('$here')])})\n{DRY_RUN}")
         if self.many_nodes:
-            check_remote_words(self.flags)
             script += [SHELL_CHECK, LOST_HOSTS]
         script.append(f'"${{launch[@]}}" "$trainer" {_quoted(self.trainer_flags("$here"))} $data "$@"\n')
         contents = {
@@ -136,7 +135,7 @@ class Launch:
         """Return all flags of `pretrain_gpt.py`, with the files of the directory."""
         files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
         cluster = ["--cluster", f"{directory}/cluster.json"] if self.needs_cluster else []
-        return [*files, *cluster, *self.flags]
+        return [*files, *cluster, *(remote_words(self.flags) if self.many_nodes else self.flags)]
 
 
 def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:

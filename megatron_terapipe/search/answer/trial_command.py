@@ -44,7 +44,7 @@ from megatron_terapipe.search.learn.costs import Costs, costs_of
 from megatron_terapipe.search.learn.trials import GIBIBYTE, Trial, read_trials
 from megatron_terapipe.search.learn.validation import relative_errors, spearman, top1_regret
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
-from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
+from megatron_terapipe.search.machine.launcher import free_port, launcher, remote_words, supervised, variables
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.search import search
@@ -186,7 +186,7 @@ def run_strategy(strategy: Strategy, problem: SearchProblem, settings: TrialSett
         metrics.unlink(missing_ok=True)
         words = command(launch, directory, settings, metrics)
         if launch.many_nodes:
-            check_remote_words(words, directory)
+            words = remote_words(words, directory)
         hosts = [node.name for node in launch.nodes] if launch.many_nodes else []
         exit_code, output = run_launcher(words, directory, settings.timeout_s, hosts=hosts, on_cpu=launch.on_cpu)
         if exit_code is None:

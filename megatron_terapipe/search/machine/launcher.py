@@ -2,6 +2,7 @@
 
 DeepSpeed's pdsh launcher puts words with blanks between double quotes, and quotes no other words (`PDSHRunner` in
 deepspeed/launcher/multinode_runner.py, 0.19.8): a path with `;` or `$(...)` would run a command on every host.
+A pattern of layers such as `([0]*3+[1])*8` or `M-*-` gets a blank at its end, without which the trainer reads it.
 """
 
 import json
@@ -22,6 +23,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine import supervisor
 
 _WORD = re.compile(r"[\w@+=:,./ -]*")
+_PATTERN = re.compile(r"(--[\w-]+=)?[][\d,+()*A-Z|-]+")
 _FOLDER = re.compile(r"[\w@+=:,./-]*")
 """Of the folder that is entered on every host, which DeepSpeed never quotes."""
 
@@ -42,13 +44,15 @@ fi
 """Lines of a script that check whether the words of its array `launch`, and those after it, may be sent."""
 
 
-def check_remote_words(words: Iterable[str], folder: Path | None = None) -> None:
-    """Raise if shells of other hosts would change the words of a launch."""
-    wrong = next((word for word in words if not _WORD.fullmatch(word)), None)
+def remote_words(words: Iterable[str], folder: Path | None = None) -> list[str]:
+    """Return the words of a launch so that shells of other hosts do not change them; raise if they would."""
+    sent = [f"{word} " if not _WORD.fullmatch(word) and _PATTERN.fullmatch(word) else word for word in words]
+    wrong = next((word for word in sent if not _WORD.fullmatch(word) and not _PATTERN.fullmatch(word[:-1])), None)
     if wrong is None and folder is not None and not _FOLDER.fullmatch(str(folder)):
         wrong = str(folder)
     if wrong is not None:
         raise ConfigError(f"{json.dumps(wrong)} has characters {RULE}")
+    return sent
 
 
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")

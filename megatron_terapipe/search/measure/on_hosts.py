@@ -21,7 +21,7 @@ from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.runtime.launch import is_this_host
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.hostfile import parse_hostfile
-from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
+from megatron_terapipe.search.machine.launcher import free_port, launcher, remote_words, supervised, variables
 from megatron_terapipe.search.measure.machine import Progress, engine_here, measure_together
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
 from megatron_terapipe.search.price.profile import Profile, parse_profile, profile_to_json
@@ -53,7 +53,7 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     if len(hosts) == 1 and not is_this_host(hosts[0]):
         words.insert(1, "--force_multi")  # DeepSpeed would start its ranks here.
     words += ["megatron_terapipe.search.measure.on_hosts", _encoded(SIZES.dump_json(sizes).decode())]
-    check_remote_words([*words, environment["PYTHONPATH"]], Path.cwd())
+    remote_words([*words, environment["PYTHONPATH"]], Path.cwd())
     others: deque[str] = deque(maxlen=LINES_SHOWN)
     options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with supervised(words, hosts, **options) as process:

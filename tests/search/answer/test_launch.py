@@ -7,19 +7,22 @@ import shlex
 import subprocess
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.launcher.multinode_runner import PDSHRunner
 from deepspeed.launcher.runner import EXPORT_ENVS
 
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.arguments.parser import read_command_line
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES
 from megatron_terapipe.search.answer.output_files import Launch, launch_of, model_flags, nodes_in_order
 from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
-from megatron_terapipe.search.machine.launcher import check_remote_words, variables
+from megatron_terapipe.search.machine.launcher import remote_words, variables
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
@@ -229,9 +232,26 @@ def test_words_and_folders_that_shells_read(tmp_path: Path, word: str) -> None:
     done = run(tmp_path / "launch.sh", "--data-path", word, work=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "hit").exists()
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
-        check_remote_words(["--data-path", word])
+        remote_words(["--data-path", word])
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
-        check_remote_words([], Path("/tmp", word))
+        remote_words([], Path("/tmp", word))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--moe-layer-freq", "[0]*3+[1]*58"],
+        ["--moe-layer-freq=([0]*3+[1])*8"],
+        ["--no-rope-freq", "[0,1,1,0]"],
+        ["--hybrid-layer-pattern", "M-*-|MEM*-"],
+    ],
+)
+def test_shells_of_other_hosts_do_not_change_patterns_of_layers(words: list[str]) -> None:
+    sent = remote_words(words)
+    text = " ".join(PDSHRunner(SimpleNamespace(user_args=sent, user_script=""), "").parse_user_args())
+    done = subprocess.run(["sh", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == remote_words(sent) == sent
+    assert read_command_line(sent).given == read_command_line(words).given
 
 
 def test_a_trial_hands_no_password_of_mlflow_on(monkeypatch: pytest.MonkeyPatch) -> None:
