@@ -96,7 +96,7 @@ class Cluster(BaseModel):
 class Answer(BaseModel):
     """Answer of `rank` or `predict`, without the keys that the report does not need."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     command: Literal["rank", "predict"]
     model: Model
     cluster: Cluster

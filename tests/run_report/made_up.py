@@ -125,7 +125,7 @@ def write_answer(path: Path, strategy: Strategy = STRATEGY) -> Path:
         **{"mfu": 0.5, "mfu_causal": 0.45, "tflops_per_device_causal": 112.5},
     }
     document = {
-        "schema_version": 1,
+        "schema_version": 2,
         "command": "predict",
         "model": {"name": "2x32", "parameters": 1000, "num_layers": 2, "seq_length": 32, "settings": None},
         "cluster": {"name": "two", "num_nodes": 1, "num_devices": 2, "devices": {"A100": 2}, "nodes": []},

@@ -44,9 +44,9 @@ class WhatIfPart(ClosedModel):
 
     name: str
     """The kind of change: `found_order`, `memory_headroom`, `fewer_devices`, `published_mfu`, `effort`, `constant`,
-    `network`. Where nothing fits: `nearest` for the strategy nearest to fitting, then the changes with which one fits:
-    `memory_headroom`, `constraint` (a flag that is dropped), `key_value_gradients`, `devices`, `seq_length`,
-    `global_batch_size`, `device_memory`."""
+    `network`, or the name of another trainer. Where nothing fits: `nearest` for the strategy nearest to fitting, then
+    the changes with which one fits: `memory_headroom`, `constraint` (a flag that is dropped), `key_value_gradients`,
+    `devices`, `seq_length`, `global_batch_size`, `device_memory`."""
     value: int | float | str | None
     """The new value: the headroom, the number of devices, the name of a constant, ...; null = none is needed."""
     strategy: StrategyObject | None
@@ -59,25 +59,6 @@ class WhatIfPart(ClosedModel):
     """The answer in one line."""
     more: str
     """The rest in full sentences; may be empty."""
-
-
-class TrainerPart(ClosedModel):
-    """The best strategy of another trainer on all devices, found by the same search with the same constants."""
-
-    software: str
-    title: str
-    strategy: StrategyObject | None
-    """Null = none can run."""
-    iteration_time_s: float | None
-    interval_s: tuple[float, float] | None
-    memory: MemoryObject | None
-    """Bytes of the fullest device, by their use."""
-    on_host: list[str]
-    """Offloaded to the host: `checkpoints`, `optimizer`, `weights`."""
-    why_not: str | None
-    """Why it does not fit, or none can run; null = it fits."""
-    measured_run: str | None
-    """Published run of a model of this kind, dense or with experts, on each kind of device; null = none is known."""
 
 
 SCHEMA_VERSION: Final = 2
@@ -246,8 +227,6 @@ class RankDocument(Ranking):
     """Answer of `rank`."""
 
     command: Literal["rank"] = "rank"
-    trainers: list[TrainerPart]
-    """Other trainers for the same question; empty on CPUs, or with `--no-rivals`."""
     advice: list[WhatIfPart]
     """The same question with one change, where it is worth saying; those first that can change most."""
     search: SearchPart

@@ -28,12 +28,13 @@ tiled backward repeats the recomputation (DeepSpeed, `TiledMLP`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
-from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
-from megatron_terapipe.search.answer.json_documents import TrainerPart
+from megatron_terapipe.search.answer.figures import bytes_text, layout_text, strategy_text, time_text
+from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.what_if import Question
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import ALST, FSDP, MEGATRON_CORE
@@ -284,13 +285,13 @@ def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.
     )
 
 
-FASTER = 0.98  # seconds of another trainer, relative to the winner, up to which a note advises it
+FASTER = 0.98  # seconds of another trainer, relative to the winner, up to which a line advises it
 
 
-def other_trainers(asked: Question) -> Iterator[TrainerPart]:
+def other_trainers(asked: Question, winner: Ranked | None) -> Iterator[WhatIfPart]:
     """Yield the best of each other trainer on all devices; of ZeRO 3 with Ulysses only for long sequences on GPUs."""
-    problem, cluster = asked.problem, asked.problem.cluster
-    if not all(node.device.is_gpu for node in cluster.nodes):
+    problem = asked.problem
+    if not all(node.device.is_gpu for node in problem.cluster.nodes):
         return
     for software in (MEGATRON_CORE, FSDP):
         precisions = {each.precision for each in software.states}
@@ -300,19 +301,19 @@ def other_trainers(asked: Question) -> Iterator[TrainerPart]:
         result = theirs.search()
         if result.entries:
             theirs, entry = min(_exchanges(theirs, result.entries[0]), key=lambda each: each[1].iteration_time_s)
-            price = theirs.costs.with_interval(entry.strategy, entry.price, theirs.pricing)
-            yield _part(problem, theirs.problem.software, entry.strategy, price)
+            yield _answer(problem, winner, theirs.problem.software, entry.strategy, entry.price)
         else:
             broken = [name for name, number in result.counts.rejected.items() if number][-1:]
-            yield _part(problem, software, why_not=why_none(*broken))
+            yield _cannot(software, None, f"{software.title} cannot run it: {why_none(*broken)}")
     if has_rival(problem):
-        theirs = asked.changed({}, software=ALST)
-        rival = best_rival(theirs.pricing, problem.global_batch_size, headroom=problem.memory_headroom)
-        if rival is not None:
-            price = theirs.costs.with_interval(rival.strategy, rival.prediction, theirs.pricing)
-            lacking = [f"{bytes_text(needed)} of a {at}, of {bytes_text(limit)}" for at, needed, limit in rival.lacking]
-            why_not = f"it needs {' and '.join(lacking)}" if lacking else None
-            yield _part(problem, ALST, rival.strategy, price, on_host=rival.on_host, why_not=why_not)
+        pricing = asked.changed({}, software=ALST).pricing
+        rival = best_rival(pricing, problem.global_batch_size, headroom=problem.memory_headroom)
+        if rival is None:
+            return
+        on_host = f"; on the host: {', '.join(rival.on_host)}" if rival.on_host else ""
+        found = _answer(problem, winner, ALST, rival.strategy, rival.prediction, on_host)
+        lacking = [f"{bytes_text(needed)} of a {at}, of {bytes_text(limit)}" for at, needed, limit in rival.lacking]
+        yield _cannot(ALST, found.strategy, f"{ALST.title} needs {' and '.join(lacking)}") if lacking else found
 
 
 def _exchanges(theirs: Question, entry: Ranked) -> Iterator[tuple[Question, Ranked]]:
@@ -344,66 +345,43 @@ def why_none(broken: str = "") -> str:
     return f"the last of its strategies break the rule '{broken}'"
 
 
-def _part(
+def _answer(
     problem: SearchProblem,
+    winner: Ranked | None,
     software: Software,
-    strategy: Strategy | None = None,
-    price: Prediction | None = None,
-    *,
-    on_host: Iterable[str] = (),
-    why_not: str | None = None,
-) -> TrainerPart:
-    fullest = None if price is None else max(price.memory, key=lambda memory: memory.total)
-    return TrainerPart(
-        software=software.name,
-        title=software.title,
-        strategy=None if strategy is None else strategy.to_json(),
-        iteration_time_s=None if price is None else price.iteration_time_s,
-        interval_s=None if price is None else price.interval_s,
-        memory=None if fullest is None else {**asdict(fullest), "total": fullest.total},
-        on_host=list(on_host),
-        why_not=why_not,
-        measured_run=_measured(software, problem),
+    strategy: Strategy,
+    price: Prediction,
+    on_host: str = "",
+) -> WhatIfPart:
+    """Return the best strategy of a trainer, compared with the winner; None = nothing of the ranked trainer fits."""
+    ratio = 0.0 if winner is None else price.iteration_time_s / winner.iteration_time_s
+    compared = "" if winner is None else f", {ratio:.2f} times rank 1"
+    run, ours = _measured(software, problem), _measured(problem.software, problem)
+    kind = "with experts" if problem.workload.experts else "with a dense model"
+    known = f"Measured: {run}." if run else f"It was never measured {kind} on such devices."
+    if run and not ours:
+        known += f" {problem.software.title} never was: run a trial of rank 1 before it is preferred."
+    advised = f": --software {software.name}" if ratio <= FASTER and software is not ALST else ""
+    time, measured = time_text(price.iteration_time_s), "measured" if run else "never measured"
+    return WhatIfPart(
+        name=software.name,
+        value=None,
+        strategy=strategy.to_json(),
+        iteration_time_s=price.iteration_time_s,
+        change=max(0.0, 1 - ratio),
+        line=f"{software.name}: {time}{compared} ({layout_text(strategy)}; {measured}){advised}",
+        more=f"{software.title} holds {bytes_text(price.peak_memory_bytes)} on a device with {strategy_text(strategy)}"
+        f"{on_host}. {known}",
+    )
+
+
+def _cannot(software: Software, strategy: dict[str, Any] | None, why_not: str) -> WhatIfPart:
+    """Return a trainer that cannot run it."""
+    return WhatIfPart(
+        name=software.name, value=None, strategy=strategy, iteration_time_s=None, change=0.0, line=why_not, more=""
     )
 
 
 def _measured(software: Software, problem: SearchProblem) -> str | None:
     has_experts = problem.workload.experts is not None
     return software.measured_on((node.device for node in problem.cluster.nodes), has_experts=has_experts)
-
-
-def trainer_notes(trainers: Iterable[TrainerPart], problem: SearchProblem, winner_s: float | None) -> Iterator[str]:
-    """Yield a line on each other trainer, and one on the trainer of the ranking if it was never measured.
-
-    Args:
-        winner_s: seconds of the first of the ranking; None = there is none.
-    """
-    measured = []
-    kind = "with experts" if problem.workload.experts else "with a dense model"
-    for each in trainers:
-        known = f"measured: {each.measured_run}" if each.measured_run else f"never measured {kind} on such devices"
-        if each.strategy is None or each.iteration_time_s is None or each.memory is None:
-            yield f"{each.title} cannot run it: {each.why_not}"
-            continue
-        ratio = 0.0 if winner_s is None else each.iteration_time_s / winner_s
-        compared = f", {ratio:.3g} times as long as rank 1" if ratio else ""
-        strategy = Strategy.from_json(each.strategy)
-        ranks = strategy.world_size
-        if ranks < problem.cluster.num_devices:
-            compared += f", on {ranks} of the {problem.cluster.num_devices} devices"
-        on_host = f"; on the host: {', '.join(each.on_host)}" if each.on_host else ""
-        line = (
-            f"{each.title} would take {time_text(each.iteration_time_s)}{compared}, with "
-            f"{bytes_text(each.memory['total'])} of a device ({strategy_text(strategy)}{on_host}); {known}"
-        )
-        if each.why_not is not None:
-            yield f"{line}; it does not fit, because {each.why_not}"
-            continue
-        measured += [each.software] if each.measured_run else []
-        advice = "train with it" if each.software == ALST.name else f"--software {each.software} ranks its strategies"
-        yield f"{line}: {advice}" if ratio <= FASTER else line
-    if winner_s is not None and measured and not _measured(problem.software, problem):
-        yield (
-            f"{problem.software.title} was never measured on such devices, and {' and '.join(measured)} "
-            f"{'were' if len(measured) > 1 else 'was'}: run a trial of rank 1 before it is preferred"
-        )

@@ -30,7 +30,7 @@ from megatron_terapipe.search.answer.flags import (
     read_one_strategy,
 )
 from megatron_terapipe.search.answer.json_documents import RankDocument, SearchPart, WhatIfPart
-from megatron_terapipe.search.answer.other_trainers import other_trainers, trainer_notes
+from megatron_terapipe.search.answer.other_trainers import other_trainers
 from megatron_terapipe.search.answer.output_files import script_command, write_document, write_files
 from megatron_terapipe.search.answer.screen import print_notes, print_table
 from megatron_terapipe.search.answer.what_if import Question, what_ifs
@@ -154,19 +154,18 @@ def run(options: argparse.Namespace) -> int:
     entries = [
         replace(entry, prediction=costs.with_interval(entry.strategy, entry.price, pricing)) for entry in result.entries
     ]
-    trainers = list(other_trainers(question)) if options.rivals else []
-    winner_s = entries[0].iteration_time_s if entries else None
+    if options.rivals:
+        advice += other_trainers(question, entries[0] if entries else None)
     uncalibrated = "no calibration on this cluster: intervals are wide, because data sheets are uncertain"
     assumed = [*notes] if options.calibrate or options.calibration else [*notes, uncalibrated]
-    all_notes = (*trainer_notes(trainers, problem, winner_s), *costs.notes, *assumed, *how_sure(result))
+    all_notes = (*costs.notes, *assumed, *how_sure(result))
     counts = result.counts
     fields = ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training)
     for each in advice if not entries else ():
         fields["answer"] = f"nothing fits: {each.line}" if each.name == "nearest" else fields["answer"]
     document = RankDocument(
         **fields,
-        trainers=trainers,
-        advice=advice,
+        advice=sorted(advice, key=lambda each: -each.change),
         search=SearchPart(
             considered=counts.total,
             rejected={name: number for name, number in counts.rejected.items() if number},

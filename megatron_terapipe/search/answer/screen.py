@@ -12,14 +12,9 @@ from megatron_terapipe.search.answer.figures import (
     LEFT,
     bytes_text,
     heading,
-    layout_text,
     rows_of,
-    time_text,
 )
-from megatron_terapipe.search.answer.flags import TRAINERS
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry, Ranking
-from megatron_terapipe.search.answer.other_trainers import FASTER
-from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,22 +73,13 @@ def _why_first(priced: Sequence[RankedEntry]) -> list[str]:
 
 
 def notes_of(document: RankDocument) -> list[str]:
-    """Return a line for each change that is worth saying, one of a kind, those first that can change most."""
-    # Where nothing fits, the error has the changes with which one does.
-    first_of_each = {each.name: each for each in reversed(document.advice if document.priced else [])}
-    found = [(each.change, each.line) for each in first_of_each.values()]
-    winner_s = document.priced[0].price.iteration_time_s if document.priced else None
-    for each in document.trainers:
-        if each.iteration_time_s is None or each.strategy is None or each.why_not is not None:
-            continue
-        ratio = each.iteration_time_s / winner_s if winner_s else 0.0
-        compared = f", {ratio:.2f} times rank 1" if ratio else ""
-        advice = f": --software {each.software}" if 0 < ratio <= FASTER and each.software in TRAINERS else ""
-        known = "measured" if each.measured_run else "never measured"
-        layout = layout_text(Strategy.from_json(each.strategy))
-        line = f"{each.software}: {time_text(each.iteration_time_s)}{compared} ({layout}; {known}){advice}"
-        found.append((max(0.0, 1 - ratio), line))
-    return [line for _, line in sorted(found, key=lambda each: -each[0])]
+    """Return a line for each kind of change that is worth saying, those first that can change most."""
+    found: dict[str, str] = {}
+    for each in document.advice:
+        # Where nothing fits, the error has the changes with which one does.
+        if each.iteration_time_s is not None or (document.priced and each.change):
+            found.setdefault(each.name, each.line)
+    return list(found.values())
 
 
 def print_notes(

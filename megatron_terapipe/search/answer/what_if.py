@@ -84,16 +84,15 @@ class Question:
 def what_ifs(
     asked: Question, result: SearchResult, progress: ProgressCallback = no_progress, training: Training = NOT_ASKED
 ) -> list[WhatIfPart]:
-    """Return the changes that are worth saying for the winner of a search, those first that can change most."""
+    """Return the changes that are worth saying for the winner of a search."""
     winner = result.entries[0]
-    found = [
+    return [
         *with_found_order(asked, winner),
         *with_less_headroom(asked, result.too_full, winner),
         *on_fewer_devices(asked, winner, progress, training),
         *at_published_mfu(asked.problem, winner),
         *other_constants(result.contenders, asked.pricing, asked.costs.calibration),
     ]
-    return sorted(found, key=lambda each: -each.change)
 
 
 WORTH_SAYING = 0.01  # share of the winner's time that a change must save
@@ -225,72 +224,54 @@ def with_more_effort(result: SearchResult) -> Iterator[WhatIfPart]:
 
 MUCH_FASTER = 0.02  # share of the time that leaving devices out must save
 MUCH_CHEAPER = 0.1  # share of the device hours, or of the price, that it must save if it takes longer
-LEAST_COMPUTE = 0.6
-"""Compute of the best strategy on a part, relative to the winner, at least: it may recompute less and cut into larger
-pieces. A part that would take longer than the winner even so is not searched for its time."""
 
 
 def on_fewer_devices(
     asked: Question, winner: Ranked, progress: ProgressCallback = no_progress, training: Training = NOT_ASKED
 ) -> Iterator[WhatIfPart]:
     """Yield the part of the cluster that is faster than all of it, or else much cheaper for each token."""
-    whole, all_devices = asked.problem.cluster, devices_of(asked.problem.cluster)
-    found = [
-        (entry.iteration_time_s / winner.iteration_time_s, part, entry)
-        for part, entry in best_on_parts(asked, winner, progress)
-    ]
-
-    def price_of(ratio: float, part: Cluster) -> float | None:
-        """Price of a token on a part, relative to the winner; None without prices."""
-        price, on_all = training.hourly_price(devices_of(part)), training.hourly_price(all_devices)
-        return ratio * price / on_all if price and on_all else None
-
-    def cost_of(each: tuple[float, Cluster, Ranked]) -> float:
-        price = price_of(*each[:2])
-        return each[0] * each[1].num_devices / whole.num_devices if price is None else price
-
-    if not found:
+    whole, found = asked.problem.cluster, []
+    for part, entry in best_on_parts(asked, winner, progress):
+        ratio = entry.iteration_time_s / winner.iteration_time_s
+        price, on_all = (training.hourly_price(devices_of(each)) for each in (part, whole))
+        hours = ratio * part.num_devices / whole.num_devices
+        found.append((ratio, hours, ratio * price / on_all if price and on_all else hours, part, entry))
+    is_faster = min((each[0] for each in found), default=1.0) <= 1 - MUCH_FASTER
+    best = min(found, key=lambda each: each[0] if is_faster else each[2], default=None)
+    if best is None or not (is_faster or min(best[1:3]) <= 1 - MUCH_CHEAPER):
         return
-    best = min(found, key=lambda each: each[0])
-    is_faster = best[0] <= 1 - MUCH_FASTER
-    best = best if is_faster else min(found, key=cost_of)
-    (ratio, part, entry), hours = best, best[0] * best[1].num_devices / whole.num_devices
-    if not is_faster and min(hours, cost_of(best)) > 1 - MUCH_CHEAPER:
-        return
-    price, kinds = price_of(ratio, part), " and ".join(sorted(devices_of(part)))
-    saved = f"for {1 - hours:.0%} fewer device hours" if price is None else f"at {price:.2f} of the price"
+    ratio, hours, cost, part, entry = best
+    saved = f"at {cost:.2f} of the price" if training.prices else f"for {1 - hours:.0%} fewer device hours"
+    unpriced = " Devices of other kinds have other prices (--price)."
     yield WhatIfPart(
         name="fewer_devices",
         value=part.num_devices,
         strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
-        change=1 - ratio if is_faster else 1 - cost_of(best),
+        change=1 - ratio if is_faster else 1 - cost,
         line=f"{part.num_devices:,} of {whole.num_devices:,} devices: {time_text(entry.iteration_time_s)}, "
         f"{f'{1 - ratio:.0%} less' if is_faster else f'{ratio:.2f} times rank 1'}, {saved}: "
         f"--devices-at-most {part.num_devices}",
-        more=f"They are {kinds}. The strategy: {strategy_text(entry.strategy)}."
-        + ("" if price is not None or whole.is_uniform else " Devices of other kinds have other prices (--price)."),
+        more=f"They are {' and '.join(sorted(devices_of(part)))}. The strategy: {strategy_text(entry.strategy)}."
+        f"{'' if training.prices or whole.is_uniform else unpriced}",
     )
 
 
 def best_on_parts(
     asked: Question, winner: Ranked, progress: ProgressCallback = no_progress
 ) -> Iterator[tuple[Cluster, Ranked]]:
-    """Yield the parts of the cluster that may be faster or cheaper than all of it, and the best strategy on each."""
-    whole = asked.problem.cluster
-    nearest, larger = winner, whole
-    for number in sizes_of_parts(whole):
-        part = whole.at_most(number)
-        # The first half gives the cost of a token; smaller parts are searched if they may be faster.
-        is_half = larger is whole and 2 * number >= whole.num_devices
-        same_kinds = {node.device for node in part.nodes} == {node.device for node in larger.nodes}
-        least_s = LEAST_COMPUTE * nearest.price.breakdown.compute_s * larger.num_devices / number
-        if same_kinds and not is_half and least_s >= winner.iteration_time_s:
-            continue
+    """Yield parts of the cluster and the best strategy on each, as long as smaller ones are not slower."""
+    nearest = winner
+    for number in sizes_of_parts(asked.problem.cluster):
+        part = asked.problem.cluster.at_most(number)
         constraints = {**_near(nearest.strategy, asked.constraints), **asked.constraints}
-        if entries := asked.changed(constraints, cluster=part).search(progress=progress).entries:
-            nearest, larger = entries[0], part
-            yield part, nearest
+        entries = asked.changed(constraints, cluster=part).search(progress=progress).entries
+        if not entries:
+            continue
+        yield part, entries[0]
+        if part.is_uniform and entries[0].iteration_time_s > winner.iteration_time_s:
+            return
+        nearest = entries[0]
 
 
 def sizes_of_parts(cluster: Cluster) -> list[int]:

@@ -90,7 +90,6 @@ def answer(
     """Return the document of a ranking."""
     rejected = {"does not fit <memory>": 3000, "batch": 1000}
     fields: dict[str, Any] = {
-        "trainers": [],
         "advice": [],
         "search": SearchPart(
             considered=5000, rejected=rejected, priced=1000, simulated=0, proven=False, could_save=0.0

@@ -26,7 +26,7 @@ from megatron_terapipe.search.answer.figures import (
     rows_of,
     time_text,
 )
-from megatron_terapipe.search.answer.json_documents import PredictDocument, RankDocument, TrainerPart, WhatIfPart
+from megatron_terapipe.search.answer.json_documents import PredictDocument, RankDocument, WhatIfPart
 from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_files
 from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.answer.published import PUBLISHED, best_published
@@ -146,30 +146,11 @@ def change(name: str, share: float) -> WhatIfPart:
     )
 
 
-def trainer(name: str, seconds: float | None) -> TrainerPart:
-    return TrainerPart(
-        software=name, title=name, strategy=None if seconds is None else BEST.to_json(), iteration_time_s=seconds,
-        interval_s=None, memory=None, on_host=[], why_not=None if seconds else "no", measured_run="a run",
-    )  # fmt: skip
-
-
 def test_notes_are_few_and_ordered_by_what_they_can_change() -> None:
     """One of a kind; trainers that cannot run are in full sentences only."""
-    advice = [
-        change("a", 0.1),
-        change("b", 0.05),
-        change("b", 0.04),
-        change("c" * 100, 0.03),
-        *(change(x, 0.02) for x in "def"),
-    ]
-    document = answer(
-        advice=advice, trainers=[trainer("faster", 1.3), trainer("slower", 2.8), trainer("none", None)], notes=["given"]
-    )
-    assert notes_of(document)[:3] == [
-        "a 0.1",
-        "faster: 1.3 s, 0.93 times rank 1 (dp 2, tp 2, pp 4, 2 slices; measured)",
-        "b 0.05",
-    ]
+    names = [("a", 0.1), ("b", 0.05), ("b", 0.04), ("c" * 100, 0.03), *((x, 0.02) for x in "def"), ("none", 0.0)]
+    document = answer(advice=[change(*each) for each in names], notes=["given"])
+    assert notes_of(document)[:2] == ["a 0.1", "b 0.05"] and "none 0.0" not in notes_of(document)
     for explained in (False, True):
         stream = io.StringIO()
         print_notes(document, explained=explained, console=rich.console.Console(file=stream, width=100))

@@ -268,12 +268,13 @@ def test_a_ranking_has_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "\n- megatron-core: " in capsys.readouterr().out
     assert main([*asked, "--json", str(without), "--no-rivals"]) == 0
     assert "Ulysses" not in capsys.readouterr().out
-    trainers = {each["software"]: each for each in read(found)["trainers"]}
-    assert list(trainers) == ["megatron-core", "fsdp", "alst"] and read(without)["trainers"] == []
-    runs = [each["measured_run"] for each in trainers.values()]
-    assert runs == [None, "Llama 2 7B on 128 A100 (IBM's fms-fsdp)", None]
-    assert trainers["fsdp"]["strategy"]["data_parallel_size"] == 1 and trainers["fsdp"]["why_not"] is None
-    assert trainers["alst"]["strategy"]["zero_stage"] == 3
+    trainers = {
+        name: each for each in read(found)["advice"] if (name := each["name"]) in ("megatron-core", "fsdp", "alst")
+    }
+    assert len(trainers) == 3 and not trainers.keys() & {each["name"] for each in read(without)["advice"]}
+    assert "Measured: Llama 2 7B on 128 A100 (IBM's fms-fsdp)" in trainers["fsdp"]["more"]
+    assert all("never measured" in trainers[name]["line"] for name in ("megatron-core", "alst"))
+    assert trainers["fsdp"]["iteration_time_s"] and trainers["alst"]["strategy"]["zero_stage"] == 3
     assert read(found)["entries"] == read(without)["entries"]
 
 
