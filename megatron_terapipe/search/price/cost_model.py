@@ -73,7 +73,7 @@ from megatron_terapipe.search.price.stages import (
     pipeline_shape,
     stage_ops,
 )
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs, turns_of
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -302,6 +302,13 @@ class CostModel:
             backward=alone[INPUT_GRADIENT] + alone[WEIGHT_GRADIENT] if split else alone[BACKWARD],
             layers=placed.counts.first_stage.sum(axis=1)[:, None],
             num_micro_batches=placed.strategy.num_micro_batches,
+            **turns_of(
+                schedule,
+                ranks,
+                placed.strategy.num_model_chunks,
+                placed.strategy.num_micro_batches,
+                placed.strategy.num_token_slices,
+            ),
         )
         communication, cool_down_s = self.software.communication, covering.cool_down_s(drains=not split)
         return np.asarray(

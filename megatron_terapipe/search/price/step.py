@@ -40,6 +40,10 @@ class CoveringOps(NamedTuple):
     layers: ScalarOrArray
     """Layers of the stage with the last complete gradients, which complete one after the other."""
     num_micro_batches: ScalarOrArray
+    turns: ScalarOrArray = 1.0
+    """Ops of the rank from the one that completes its first stage to the one that completes its last: `turns_of`."""
+    stages: ScalarOrArray = 1.0
+    """Stages of the rank that complete in turn."""
 
     def cool_down_s(self, *, drains: bool) -> ScalarOrArray:
         """Seconds for which the ranks before still run after the completing op, from arrays of [P, ...].
@@ -146,8 +150,8 @@ def exposed_reduction_s(
 ) -> ScalarOrArray:
     """Seconds of a rank's gradient reduction and weight gathering that no op hides; arguments broadcast.
 
-    Reductions that overlap start as gradients are complete: the layers of the rank's stage finish one after the other
-    in its last op, and their reductions run one after the other, as `deepspeed_ext.plan.programs.program` simulates
+    Reductions that overlap start as gradients are complete: stage by stage of the rank, and the layers of its last one
+    after the other in the last op; they run one after the other, as `deepspeed_ext.plan.programs.program` simulates
     them. Gathers that overlap run layer by layer before the next forward of each. Stage 3 gathers weights for the
     forward and again for the backward of each micro-batch, and reduces gradients in each (ZeRO, arXiv 1910.02054
     section 5.3; FSDP, arXiv 2304.11277 section 3).
@@ -156,6 +160,7 @@ def exposed_reduction_s(
         cool_down_s: see `CoveringOps.cool_down_s`; 0 for one rank.
     """
     layers = np.maximum(ops.layers, 1.0)
+    parts = layers * ops.stages
     if zero_stage == 3:
         in_forward = exposed_under(step.weight_gather, ops.forward, efficiency)
         in_backward = exposed_under(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
@@ -164,12 +169,25 @@ def exposed_reduction_s(
     shown, gather = step.gradient_reduction, step.weight_gather
     if communication.overlaps_gradient_reduction:
         summed = step.gradient_reduction - step.late
-        after = np.maximum(summed - ops.completing * (layers - 1) / layers, summed / layers)
+        # The last stage's own, and those of all stages, which wait for each other.
+        after = np.maximum(summed / ops.stages - ops.completing, summed - ops.completing * ops.turns)
+        after = np.maximum(after + ops.completing / layers, summed / parts)
         after = np.maximum(after - cool_down_s, 0.0)
         shown = after + efficiency.overlap_exposed * (summed - after) + step.late
     if communication.overlaps_weight_gather:
-        gather = gather / layers + exposed_under(gather * (layers - 1) / layers, ops.forward, efficiency)
+        under = ops.forward * ops.turns / ops.stages
+        gather = gather / parts + exposed_under(gather * (parts - 1) / parts, under, efficiency)
     return shown + gather
+
+
+def turns_of(
+    schedule: str, num_ranks: int, num_model_chunks: int, micro_batches: ScalarOrArray, token_slices: ScalarOrArray = 1
+) -> dict[str, ScalarOrArray]:
+    """Return `turns` and `stages`: interleaved stages of a rank take turns with as many ops each as there are ranks."""
+    if schedule != "interleaved":
+        return {}
+    group = np.minimum(num_ranks, micro_batches * token_slices)
+    return {"turns": 1 + (num_model_chunks - 1) * group, "stages": num_model_chunks}
 
 
 def exposed_under(messages_s: ScalarOrArray, ops_s: ScalarOrArray, efficiency: HardwareEfficiency) -> ScalarOrArray:

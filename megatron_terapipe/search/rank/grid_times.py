@@ -43,7 +43,7 @@ from megatron_terapipe.search.price.stages import (
     on_slowest_device,
     stage_ops,
 )
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, turns_of
 from megatron_terapipe.search.rank.space import StrategyGrid
 
 Floats = NDArray[np.float64]
@@ -318,6 +318,9 @@ def grid_times(
                     backward=ops.whole[BACKWARD, ops.first],
                     layers=float(found.first_stage[0].sum()),
                     num_micro_batches=micro_batches,
+                    **turns_of(
+                        schedule, grid.layout.pipeline_parallel_size, model_chunks, micro_batches, num_token_slices
+                    ),
                 )
                 for zero, step in enumerate(steps):
                     step_s = _step_s(step, covering, cost_model, grid.zero[zero][0])

@@ -24,7 +24,7 @@ from megatron_terapipe.search.price.makespan import (
     total_s,
 )
 from megatron_terapipe.search.price.stages import StageOps
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs, turns_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "breadth-first")
 
@@ -290,14 +290,22 @@ def test_a_shared_weight_is_reduced_between_the_ends() -> None:
     layers=st.integers(1, 6),
     cool_down=st.floats(0, 5),
     late=st.floats(0, 2),
+    stages=st.integers(1, 4),
+    group=st.integers(1, 3),
 )
 def test_exposed_reductions_are_those_of_the_simulated_plan(
-    reduction: float, op: float, layers: int, cool_down: float, late: float
+    reduction: float, op: float, layers: int, cool_down: float, late: float, stages: int, group: int
 ) -> None:
-    *_, last = reductions({0: (0.0, op)}, [(reduction / layers,) * layers], PipelineShape(1, 1))
-    step, ops = StepCosts(reduction + late, 0.0, 0.0, late), CoveringOps(op, 0.0, op, layers, 1)
+    turns = turns_of("interleaved", group, stages, 8)
+    completed = {
+        stage: (op * group * (stages - 1 - stage), op * (1 + group * (stages - 1 - stage)))
+        for stage in reversed(range(stages))
+    }
+    pieces = [(reduction / stages / layers,) * layers] * stages
+    *_, last = reductions(completed, pieces, PipelineShape(stages, 8, num_model_chunks=stages))
+    step, ops = StepCosts(reduction + late, 0.0, 0.0, late), CoveringOps(op, 0.0, op, layers, 1, **turns)
     shown = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.0), cool_down, zero_stage=1)
-    after = max(last.end - op - cool_down, 0)
+    after = max(last.end - completed[0][1] - cool_down, 0)
     assert shown == pytest.approx(after + late)
     # Hidden parts slow the ops nevertheless.
     disturbed = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.25), cool_down, zero_stage=1)
