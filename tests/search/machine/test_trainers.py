@@ -171,5 +171,5 @@ def test_trainers_differ() -> None:
     def unsliced(software: Software) -> Strategy:
         return replace(LAYOUT, recompute="none", zero_stage=dict(software.runs)["zero_stage"][-1])
 
-    norms = {software: software.operators.rmsnorm for software in PUBLISHED.values()}
+    norms = {software: (software.operators.rmsnorm, software.attention.on) for software in PUBLISHED.values()}
     assert len({(*priced(software, unsliced(software)), norm) for software, norm in norms.items()}) == len(PUBLISHED)
