@@ -91,7 +91,7 @@ def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple
     layer = TransformerBlock(model, model.blocks[0], TensorParallelRanks()).to(device, torch.bfloat16)
     state = SequenceState(TokenSlices((length,) * 4), sequences=range(2))
     outputs, forwards, backwards = [], [], []
-    with patch.object(sequence_state, "kernel_for", lambda *_: CudaFlash()):
+    with patch.object(sequence_state, "kernel_for", lambda *_, **more: CudaFlash()):
         for token_slice in range(4):
             hidden = torch.zeros(2, length, model.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
             with counting(compiled=compiled and token_slice == 2) as counter:
@@ -133,7 +133,7 @@ def key_value_sums(token_slices: int) -> int:
     state = KeysOfSequence(token_slices)
     heads = torch.empty(1, token_slices, 2, 8, device="meta", dtype=PRECISION)
     for start in range(token_slices):
-        state.write(heads[:, :1], heads[:, :1], start)
+        state.write((heads[:, :1], heads[:, :1]), start)
     with counting(compiled=False) as counter:
         for start in reversed(range(token_slices)):
             state.accumulate(Gradients.cut(*(heads[:, :end].clone() for end in (1, start + 1, start + 1))), start)
@@ -321,7 +321,7 @@ def _attention(model: ModelConfig) -> tuple[Both, Both]:
     layer = _on_meta(SelfAttention(model, model.blocks[0], TensorParallelRanks()))
     state = SequenceState(TokenSlices((TOKENS,) * 4), sequences=range(ROWS))
     outputs, forwards, backwards = [], [], []
-    with patch.object(sequence_state, "kernel_for", lambda *_: CudaFlash()):
+    with patch.object(sequence_state, "kernel_for", lambda *_, **more: CudaFlash()):
         for token_slice in range(4):
             with counting(compiled=token_slice in (0, 1)) as counter:
                 outputs.append(layer(_numbers(ROWS, TOKENS, HIDDEN), state.past(0, token_slice)))
@@ -432,7 +432,7 @@ def host_times(model: ModelConfig, rounds: int) -> tuple[float, float]:
     for weight in (weight for layer in layers for weight in layer.parameters()):
         set_sum(weight, AccumulatedGradient(torch.zeros_like(weight), weight.dtype))
     found = []
-    with patch.object(sequence_state, "kernel_for", lambda *_: _NoAttention()):
+    with patch.object(sequence_state, "kernel_for", lambda *_, **more: _NoAttention()):
         for _ in range(rounds + 2):
             state, outputs, times = SequenceState(TokenSlices((length,) * 4)), [], []
             for token_slice in range(4):

@@ -31,7 +31,8 @@ def block_activation_bytes_per_token(
     elements = (stay + (normed if recompute == "none" else 0)) * model.hidden_size
     kept = 0
     if block.num_key_value_heads:
-        elements += 2 * model.num_attention_heads * model.kv_channels + _normed_channels(model, block)
+        value_size = model.kv_channels if block.latent is None else block.latent.value_size
+        elements += model.num_attention_heads * (model.kv_channels + value_size) + _normed_channels(model, block)
         kept = key_value + flops.LOG_SUM_EXP_BYTES * model.num_attention_heads
     if block.recurrence is not None:
         elements += flops.kept_channels(block.recurrence)
@@ -45,8 +46,13 @@ def block_activation_bytes_per_token(
 
 
 def _normed_channels(model: ModelConfig, block: BlockShape) -> int:
-    """Channels of a token that norms of queries and keys keep, and gates: their sigmoid, and the gated output."""
+    """Channels of a token that norms of queries and keys keep, and gates: their sigmoid, and the gated output.
+
+    Of latent attention, those that its norms and products keep.
+    """
     queries, keys = model.num_attention_heads, block.num_key_value_heads
+    if block.latent is not None:
+        return flops.latent_channels(block.latent, normed=model.qk_norm != "none")
     return model.kv_channels * (
         (model.qk_norm != "none") * (queries + keys) + 2 * model.attention_output_gate * queries
     )

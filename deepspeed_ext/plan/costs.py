@@ -7,7 +7,7 @@ one way and their gradients, of the same size, the other way, each on a channel 
     channel                [==== 0.0 ====][==== 0.1 ====]        bytes / bandwidth each, one after the other
     at stage i + 1                        '--> 0.0      '--> 0.1    each a latency later
 
-Tiles of attention that is written out are here because kernel and prices both read them.
+Sizes of tensors that attention computes at once are here because kernel and prices both read them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -304,6 +304,9 @@ shrinks."""
 
 SCORES_AT_ONCE = 2**27
 """Scores that exist at once, if a tile has more than one query: 512 MiB in fp32 for each tensor of their shape."""
+
+EXPANDED_AT_ONCE = 2**27
+"""Numbers of keys and values that are computed from latents at once: 256 MiB in bf16, and as much of gradients."""
 
 SHORTEST_IN_WINDOW = 128
 """Queries of a tile in a narrow window: fewer at once would launch many small kernels."""

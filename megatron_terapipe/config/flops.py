@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.costs import CHUNK_TOKENS
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.layers import BlockShape, Recurrence
+from megatron_terapipe.config.layers import BlockShape, LatentSizes, Recurrence
 from megatron_terapipe.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -86,12 +86,40 @@ def block_weights(model: ModelConfig, block: BlockShape, *, active: bool = False
     key_value_size = 2 * block.num_key_value_heads * model.kv_channels
     projected = (1 + model.attention_output_gate) * query_size + key_value_size
     attention = model.hidden_size * (projected + query_size)
+    if (latent := block.latent) is not None:
+        attention = latent_down_weights(model, latent) + latent_expansion_weights(model, latent)
+        attention += (latent.query_rank or model.hidden_size) * query_size
+        attention += model.num_attention_heads * latent.value_size * model.hidden_size
     if block.recurrence is not None:
         inner = recurrence_channels(block.recurrence)
         attention = model.hidden_size * (inner + block.recurrence.num_heads * block.recurrence.value_size)
     experts = model.moe_router_topk if active and block.num_experts else block.num_experts
     routed = router_weights(model, block) + experts * mlp_weights(model, block.ffn_hidden_size)
     return attention + routed + mlp_weights(model, dense_width(block))
+
+
+def latent_down_weights(model: ModelConfig, sizes: LatentSizes) -> int:
+    """Entries of the matrix to the latents of a token; every tensor-parallel rank has all of them."""
+    return model.hidden_size * (sizes.query_rank + sizes.kept_size)
+
+
+def latent_expansion_weights(model: ModelConfig, sizes: LatentSizes) -> int:
+    """Entries of the matrix from the latent to the keys and values of all heads.
+
+    Where latents are kept, a token slice computes its product for the tokens before it, too, and its backward again.
+    """
+    return sizes.rank * model.num_attention_heads * (sizes.key_size + sizes.value_size)
+
+
+def latent_channels(sizes: LatentSizes, *, normed: bool) -> int:
+    """Numbers that latent attention keeps of a token for its products and norms, besides the queries of its heads.
+
+    These are the inputs of norms and the normed query latent, or the output of the first product where queries have a
+    latent without a norm; and the latent with the rotated key, from which keys and values are computed.
+    """
+    if normed:
+        return 2 * sizes.query_rank + sizes.rank + sizes.kept_size
+    return (sizes.query_rank + sizes.kept_size if sizes.query_rank else 0) + sizes.kept_size
 
 
 def recurrence_channels(sizes: Recurrence) -> int:
@@ -167,6 +195,8 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
         queries, keys = (heads * model.kv_channels for heads in (model.num_attention_heads, block.num_key_value_heads))
         shared += model.has_qkv_bias * ((1 + model.attention_output_gate) * queries + 2 * keys)
         shared += (model.qk_norm == "all-heads") * (queries + keys)
+    if block.latent is not None:
+        shared -= latent_down_weights(model, block.latent)
     if block.recurrence is not None:
         shared += recurrence_parameters(block.recurrence)
     shared += model.has_mlp_bias * (1 + model.gated) * dense_width(block)
@@ -174,13 +204,17 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Parameters of a block of which every tensor-parallel rank has a copy: norms, router, biases after a reduction."""
+    """Parameters of a block of which every tensor-parallel rank has a copy.
+
+    These are norms, router, biases after a reduction, and the matrix to latents.
+    """
     has_attention, has_mlp = bool(block.num_key_value_heads), bool(dense_width(block))
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
-    of_heads = (
-        has_attention * (model.qk_norm in ("head", "head-rotated")) * 2 * _weights_of_norm(model) * model.kv_channels
-    )
+    normed = 2 * model.kv_channels if block.latent is None else block.latent.query_rank + block.latent.rank
+    of_heads = has_attention * (model.qk_norm in ("head", "head-rotated")) * _weights_of_norm(model) * normed
     norms = block_norms(model, block) * norm_parameters(model)
+    if block.latent is not None:
+        norms += latent_down_weights(model, block.latent)
     if block.recurrence is not None and block.recurrence.kind == "gated-delta-net":
         norms += (1 + (model.normalization != "rmsnorm")) * block.recurrence.value_size
     return norms + biases * model.hidden_size + of_heads + router_weights(model, block)
@@ -241,7 +275,10 @@ def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
 
 def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
     """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
-    return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
+    if not block.num_key_value_heads:
+        return 0
+    value_size = model.kv_channels if block.latent is None else block.latent.value_size
+    return 2 * model.num_attention_heads * (model.kv_channels + value_size)
 
 
 def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, prefix_len: int = 0) -> int:
@@ -284,9 +321,18 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
     return num_sequences * (blocks + passes * seq_length * logits_flops_per_token(model))
 
 
-def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_bytes: int) -> int:
-    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed."""
-    return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
+def key_value_bytes_per_token(
+    model: ModelConfig, block: BlockShape, element_bytes: int, *, latents_kept: bool = False
+) -> int:
+    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed.
+
+    Args:
+        latents_kept: whether layers with latent attention keep latents in their place.
+    """
+    if block.latent is None:
+        return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
+    expanded = block.num_key_value_heads * (model.kv_channels + block.latent.value_size)
+    return (block.latent.kept_size if latents_kept else expanded) * element_bytes
 
 
 def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
@@ -304,8 +350,9 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
             stay, normed = 2 * parts, parts
         case _:
             stay, normed = (1 if model.parallel_residual and parts else parts), block_norms(model, block)
-    # Router, experts and shared experts read the output of their norm, which is kept for all of them.
-    kept = int(bool(block.num_experts and normed))
+    # Several products that read the output of a norm keep it: router and experts, and latents beside queries.
+    queries_beside = block.latent is not None and not block.latent.query_rank
+    kept = (bool(block.num_experts) + queries_beside) * bool(normed)
     return stay + kept + has_shared_gate(model, block), normed - kept
 
 

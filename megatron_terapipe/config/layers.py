@@ -118,6 +118,32 @@ class Recurrence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSizes:
+    """Sizes of latent attention."""
+
+    query_rank: int
+    """Width of the latent of the queries, q; 0 = queries are projected from the hidden state."""
+    rank: int
+    """Width of the latent of keys and values, c."""
+    key_size: int
+    """Channels of a head's queries and keys that are not rotated, n."""
+    rotated_size: int
+    """Rotated channels of a head's queries, and of the key that all heads share, r."""
+    value_size: int
+    """Width of a head's values, v."""
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head's queries and keys, n + r."""
+        return self.key_size + self.rotated_size
+
+    @property
+    def kept_size(self) -> int:
+        """Numbers of a token from which its keys and values of all heads follow, c + r."""
+        return self.rank + self.rotated_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
     """Sizes of the parts of one transformer layer."""
 
@@ -138,6 +164,9 @@ class BlockShape:
 
     recurrence: Recurrence | None = None
     """Its token mixer, if it has one with a state in place of attention."""
+
+    latent: LatentSizes | None = None
+    """Its latent attention, if it has one; None for a layer without attention, too."""
 
     rotated: bool = True
     """Whether its queries and keys are rotated, in a model with rotary positions."""

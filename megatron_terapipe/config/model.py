@@ -5,6 +5,7 @@ from math import lcm, sqrt
 from typing import Literal
 
 from megatron_terapipe.config.experts import check_experts
+from megatron_terapipe.config.latent import check_latent, resolve_latent
 from megatron_terapipe.config.layers import (
     BlockShape,
     block_shapes,
@@ -48,7 +49,11 @@ class ModelConfig(RotationSettings):
     attention_output_gate: bool = False
     """Multiply the output of attention by the sigmoid of gates, which are projected beside the queries."""
 
-    softmax_scale: float = option(derived="1 / sqrt(--kv-channels)", above=0, most=1e6)
+    softmax_scale: float = option(
+        derived="1 / sqrt(--kv-channels); with --mscale-all-dim and --multi-latent-attention times YaRN's factor",
+        above=0,
+        most=1e6,
+    )
     """Factor of the scores of attention."""
 
     attention_softcap: float | None = option(None, above=0, most=1e9)
@@ -152,6 +157,7 @@ class ModelConfig(RotationSettings):
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        resolve_latent(self, layernorm_epsilon=self.layernorm_epsilon)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
@@ -168,10 +174,10 @@ class ModelConfig(RotationSettings):
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         resolve(self, "max_position_embeddings", self.seq_length)
         check_bounds(self)  # Those that were derived, too.
-        resolve(self, "softmax_scale", 1 / sqrt(self.kv_channels))
         resolve(self, "output_layer_init_std", self.init_method_std / sqrt(2 * self.num_layers))
         resolve(self, "embedding_init_method_std", self.init_method_std)
         resolve_rotation(self)
+        resolve(self, "softmax_scale", self.score_factor / sqrt(self.kv_channels))
         check(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
@@ -189,6 +195,15 @@ class ModelConfig(RotationSettings):
                 f"{self.vocab_size} or more"
             )
         check_rotation(self)
+        check_latent(
+            self,
+            qk_norm=(self.qk_norm, ("none", "head")),
+            attention_output_gate=(self.attention_output_gate, (False,)),
+            add_attention_bias=(self.add_attention_bias, (False,)),
+            add_qkv_bias=(self.add_qkv_bias, (False,)),
+            rotary_percent=(self.rotary_percent, (1,)),
+            heterogeneous_layers_config_path=(self.heterogeneous_layers_config_path, (None,)),
+        )
         check_experts(self)
         resolve_recurrences(self, num_layers=self.num_layers, hidden_size=self.hidden_size)
         self._check_block()
@@ -203,7 +218,7 @@ class ModelConfig(RotationSettings):
             raise ConfigError(
                 f"--norm-placement {self.norm_placement} does not go with --parallel-residual: use --norm-placement pre"
             )
-        if self.no_rope_freq is not None and self.position_embedding_type != "rope":
+        if self.no_rope_freq is not None and not self.rotates:
             raise ConfigError(f"--no-rope-freq {self.no_rope_freq} needs rotations: add --position-embedding-type rope")
 
     def _resolve_layers(self) -> None:
@@ -236,7 +251,8 @@ class ModelConfig(RotationSettings):
     @property
     def has_qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
-        return not self.disable_bias_linear or self.add_qkv_bias or self.add_attention_bias
+        plain = not self.multi_latent_attention
+        return plain and (not self.disable_bias_linear or self.add_qkv_bias or self.add_attention_bias)
 
     @property
     def has_projection_bias(self) -> bool:
@@ -251,7 +267,9 @@ class ModelConfig(RotationSettings):
     @property
     def blocks(self) -> tuple[BlockShape, ...]:
         """Shape of each transformer layer, first to last."""
-        usual = BlockShape(num_key_value_heads=self.num_key_value_heads, ffn_hidden_size=self.ffn_hidden_size)
+        usual = BlockShape(
+            num_key_value_heads=self.num_key_value_heads, ffn_hidden_size=self.ffn_hidden_size, latent=self.latent
+        )
         shapes = [usual] * self.num_layers
         if self.heterogeneous_layers_config_path is not None:
             shapes = block_shapes(

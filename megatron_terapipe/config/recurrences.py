@@ -107,7 +107,9 @@ class RecurrenceSettings(ExpertSettings):
         named = layers_of_pattern(self.linear_attention_freq, len(shapes), "--linear-attention-freq")
         is_number = self.linear_attention_freq.strip().isdigit()
         return [
-            replace(shape, num_key_value_heads=0, recurrence=self.delta_net) if each is not is_number else shape
+            replace(shape, num_key_value_heads=0, latent=None, recurrence=self.delta_net)
+            if each is not is_number
+            else shape
             for shape, each in zip(shapes, named, strict=True)
         ]
 
@@ -117,7 +119,7 @@ class RecurrenceSettings(ExpertSettings):
             return BlockShape(num_key_value_heads=0, ffn_hidden_size=0, recurrence=recurrence)
         if symbol == "A":
             return replace(usual, ffn_hidden_size=0)
-        return replace(experts if symbol == "E" else usual, num_key_value_heads=0)
+        return replace(experts if symbol == "E" else usual, num_key_value_heads=0, latent=None)
 
 
 def pattern_and_stages(text: str) -> tuple[str, tuple[int, ...]]:

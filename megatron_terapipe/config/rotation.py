@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, isfinite, log, pi, sqrt
 from typing import Literal, TypeVar
 
+from megatron_terapipe.config.latent import LatentSettings, yarn_factor
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.config.options import Otherwise, check_bounds, flag, option, resolve
-from megatron_terapipe.config.recurrences import RecurrenceSettings
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RotationSettings(RecurrenceSettings):
+class RotationSettings(LatentSettings):
     """Positions of the tokens in a model."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
@@ -39,8 +39,8 @@ class RotationSettings(RecurrenceSettings):
     """Rotate channel 2i with channel 2i + 1. By default channel i turns with channel i + half of the rotated ones."""
 
     rotary_scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = option(
-        derived="linear with --rotary-scaling-factor above 1, otherwise none",
-        also={"--use-rope-scaling": "llama3"},
+        derived="linear with --rotary-scaling-factor above 1, yarn with --multi-latent-attention too, otherwise none",
+        also={"--use-rope-scaling": "llama3", "--rope-type": {"rope": "none", "yarn": "yarn"}},
     )
     """How the rotations of a model are slowed down for longer sequences than its pretraining had: all alike
     (`linear`); only the slow ones, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
@@ -84,8 +84,9 @@ class RotationSettings(RecurrenceSettings):
     """`yarn` does not scale rotations that turn more times than this within --rotary-original-length."""
 
     rotary_attention_factor: float = option(
-        derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, sqrt(1 + ln(--rotary-scaling-factor) / "
-        "ln(--rotary-original-length)) with longrope, otherwise 1",
+        derived="0.1 m ln(--rotary-scaling-factor) + 1 with yarn for m = --mscale, over the same for m = "
+        "--mscale-all-dim, sqrt(1 + ln(--rotary-scaling-factor) / ln(--rotary-original-length)) with longrope, "
+        "otherwise 1",
         above=0,
         most=1e6,
     )
@@ -96,9 +97,23 @@ class RotationSettings(RecurrenceSettings):
     layers."""
 
     @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated; in latent attention beside learned positions, too, as in Megatron."""
+        return self.position_embedding_type == "rope" or self.multi_latent_attention
+
+    @property
     def rotary_channels(self) -> int:
         """Channels of each head that RoPE rotates."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores by YaRN in latent attention; 1 otherwise."""
+        if not self.multi_latent_attention or self.rotary_scaling != "yarn":
+            return 1.0
+        return yarn_factor(self.rotary_scaling_factor, self.mscale_all_dim) ** 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +132,7 @@ class Rotation:
 
 def rotation_of(model: RotationSettings, block: BlockShape) -> Rotation | None:
     """Return the rotation of a layer's queries and keys; None if it has none."""
-    if model.position_embedding_type != "rope" or not block.rotated:
+    if not model.rotates or not block.rotated:
         return None
     if block.window is not None and model.rotary_base_local is not None:
         local = frequencies_of_base(model.rotary_base_local, model.rotary_channels)
@@ -226,7 +241,8 @@ def _within_unit(value: float) -> float:
 def resolve_rotation(model: RotationSettings) -> None:
     """Fill in the settings of rotations that follow from others; only for `__post_init__` of the model section."""
     factor = model.rotary_scaling_factor
-    resolve(model, "rotary_scaling", "none" if factor is None or factor == 1 else "linear")
+    usual_scaling = "yarn" if model.multi_latent_attention else "linear"
+    resolve(model, "rotary_scaling", "none" if factor is None or factor == 1 else usual_scaling)
     usual = 8.0 if model.rotary_scaling == "llama3" else 1.0
     if model.rotary_scaling == "longrope" and model.rotary_original_length:
         usual = model.max_position_embeddings / model.rotary_original_length
@@ -235,10 +251,10 @@ def resolve_rotation(model: RotationSettings) -> None:
     factor = model.rotary_scaling_factor
     before = 8192 if model.rotary_scaling == "llama3" else max(1, int(model.max_position_embeddings / factor))
     resolve(model, "rotary_original_length", before)
-    # Peng et al., YaRN, arXiv 2309.00071 section 3.4; queries and keys take it each, so scores take its square.
+    # Queries and keys take it each, so scores take its square.
     attention = 1.0
-    if model.rotary_scaling == "yarn" and factor > 1:
-        attention = 0.1 * log(factor) + 1
+    if model.rotary_scaling == "yarn":
+        attention = yarn_factor(factor, model.mscale) / yarn_factor(factor, model.mscale_all_dim)
     elif model.rotary_scaling == "longrope":
         attention = longrope_attention_factor(factor, model.rotary_original_length)
     resolve(model, "rotary_attention_factor", attention)
@@ -259,7 +275,7 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
 
 def check_rotation(model: RotationSettings) -> None:
     """Check the settings of rotations against each other."""
-    if model.position_embedding_type == "rope" and (model.rotary_channels < 2 or model.rotary_channels % 2):
+    if model.rotates and (model.rotary_channels < 2 or model.rotary_channels % 2):
         raise ConfigError(
             f"--rotary-percent {model.rotary_percent} of heads of width {model.kv_channels} rotates "
             f"{model.rotary_channels} channels, and they turn in pairs: change it, or --kv-channels"
@@ -288,7 +304,7 @@ def check_rotation(model: RotationSettings) -> None:
         raise ConfigError(
             f"--rotary-scaling-factor {model.rotary_scaling_factor} contradicts --rotary-scaling none: drop one of them"
         )
-    if model.rotary_scaling != "none" and model.position_embedding_type != "rope":
+    if model.rotary_scaling != "none" and not model.rotates:
         raise ConfigError(
             f"--rotary-scaling {model.rotary_scaling} needs rotations: add --position-embedding-type rope"
         )

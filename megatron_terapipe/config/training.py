@@ -83,6 +83,11 @@ class TrainingConfig:
     """Type in which gradients of keys and values are kept between the backwards of token slices. Sums are computed in
     fp32 either way; `bf16` rounds them when they are stored, and halves their memory."""
 
+    latent_kept: Literal["expanded", "latent"] = "expanded"
+    """Tensors that layers with latent attention keep of a token slice for later ones: keys and values of all heads
+    (`expanded`), or latents, from which each token slice computes keys and values of its whole reach again (`latent`).
+    Searches for a run, as by `--token-slices auto`, count with `expanded`."""
+
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Layers that `full` recomputes. `uniform`: all of them, `--recompute-num-layers` at a time. `block`: the first
     `--recompute-num-layers` transformer layers of each stage, one at a time; searches for a run, as by

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, Recurrence
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, LatentSizes, Recurrence
 from megatron_terapipe.huggingface.families.family import TensorNames
 
 
@@ -162,6 +162,8 @@ def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: 
         recurrence = model.blocks[number].recurrence
         if recurrence is not None:
             of_module = {**of_module, **_recurrence(recurrence, block, grouped=names.grouped)}
+        elif (latent := model.blocks[number].latent) is not None:
+            of_module = {**of_module, **_latent_attention(latent, block)}
     rules = []
     for parameter in parameters:
         module, _, kind = parameter.rpartition(".")
@@ -247,6 +249,31 @@ def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
         )
 
     return rule
+
+
+def _latent_attention(sizes: LatentSizes, block: str) -> Mapping[str, Named]:
+    """The rules of latent attention: the matrix to all latents is two there, or one without a query latent."""
+    mixer = f"{block}self_attn."
+    down = {f"{mixer}q_a_proj.weight": sizes.query_rank, f"{mixer}kv_a_proj_with_mqa.weight": sizes.kept_size}
+    parts = {name: rows for name, rows in down.items() if rows}
+    to_latents = WeightRule(
+        "attention.down",
+        tuple(parts),
+        lambda weight: weight.split(list(parts.values())),
+        lambda found: torch.cat(found),
+    )
+    of_heads = WeightRule(
+        "attention.up",
+        (f"{mixer}kv_b_proj.weight",),
+        lambda weight: (weight.flatten(0, 1),),
+        lambda found: found[0].unflatten(0, (-1, sizes.key_size + sizes.value_size)),
+    )
+    return {
+        "attention": lambda ours, kind: to_latents if kind == "down" else of_heads,
+        "attention.query_norm": _plain(f"{mixer}q_a_layernorm"),
+        "attention.latent_norm": _plain(f"{mixer}kv_a_layernorm"),
+        "attention.query_up": _plain(f"{mixer}{'q_b_proj' if sizes.query_rank else 'q_proj'}"),
+    }
 
 
 def _recurrence(sizes: Recurrence, block: str, *, grouped: bool) -> Mapping[str, Named]:

@@ -5,10 +5,9 @@ from torch import Tensor, nn
 from deepspeed_ext.runtime.state.sequence_state import Past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
-from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import NORMS, AllHeadsRMSNorm
-from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads, writes_heads
+from megatron_terapipe.model.rotary import RotaryTable, rotary_table, rotated, rotated_heads, writes_heads
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 
 
@@ -84,7 +83,7 @@ class SelfAttention(nn.Module):
         """Queries [B, N, H, D], keys and values [B, N, G, D] of a product, as attention takes them, and any gates."""
         turns, interleaved = (None, None), False
         if self.rotary is not None:
-            turns, interleaved = self._turns(past, groups), self.rotary.rotation.interleaved
+            turns, interleaved = self.rotary.of_token_slice(past, groups), self.rotary.rotation.interleaved
         # Where nothing is compiled, torch's own views and copies take less time of the host.
         apart = self.query_norm is not None or self.has_gate
         room = None if apart or not writes_heads(groups.device) else past.room(groups[..., -1, :], self.window)
@@ -103,26 +102,9 @@ class SelfAttention(nn.Module):
         # A norm keeps its input. A view of the product would also keep the values.
         return self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
 
-    def _turns(self, past: Past, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for the tokens [B, N, ...] of a product."""
-        end = past.prefix_len + like.shape[1]
-
-        def looked_up() -> tuple[Tensor, Tensor]:
-            if past.positions_restart:
-                return self.rotary.at(past.positions(like.shape[1], like.device), end, like)
-            return self.rotary.between(past.prefix_len, end, like)
-
-        return past.cached_for_slice(self.rotary.rotation.name, looked_up)
-
 
 def _heads_norm(model: ModelConfig, ranks: TensorParallelRanks, num_heads: int) -> nn.Module:
     """The norm of queries or of keys [B, N, heads, D]."""
     if model.qk_norm == "all-heads":
         return AllHeadsRMSNorm(model, ranks, num_heads)
-    return NORMS[model.normalization](model, ranks, model.kv_channels)
-
-
-def rotary_table(model: ModelConfig, block: BlockShape) -> RotaryTable | None:
-    """Return the rotations of a layer's positions; None if they are not rotary."""
-    rotation = rotation_of(model, block)
-    return None if rotation is None else RotaryTable(rotation, model.seq_length)
+    return NORMS[model.normalization](model, ranks, model.kv_channels, of_heads=True)

@@ -11,6 +11,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.experts import ExpertLayer
+from megatron_terapipe.model.latent_attention import LatentAttention
 from megatron_terapipe.model.mlp import MLP
 from megatron_terapipe.model.norm import NORMS, Sum
 from megatron_terapipe.model.recurrence import RecurrentMixer
@@ -62,6 +63,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         recompute_cheap: compute the outputs of norms and activation again in the backward instead of keeping them.
+        latents_kept: keep latents for later token slices, and not keys and values, where attention has latents.
         rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
         expert_ranks: ranks that share experts; None for a single rank.
     """
@@ -73,6 +75,7 @@ class TransformerBlock(nn.Module):
         ranks: TensorParallelRanks,
         *,
         recompute_cheap: bool = False,
+        latents_kept: bool = False,
         rotary: RotaryTable | None = None,
         expert_ranks: ExpertParallelRanks | None = None,
     ) -> None:
@@ -90,6 +93,8 @@ class TransformerBlock(nn.Module):
             self.attention_norm = norm(model, ranks) if before else None
             if block.recurrence is not None:
                 self.attention = RecurrentMixer(model, block.recurrence, ranks)
+            elif block.latent is not None:
+                self.attention = LatentAttention(model, block, ranks, rotary, latents_kept=latents_kept)
             else:
                 self.attention = SelfAttention(model, block, ranks, rotary)
             self.attention_post_norm = norm(model, ranks) if after else None

@@ -46,6 +46,7 @@ def gpt_layers(
     ranks: TensorParallelRanks | None = None,
     *,
     recompute_cheap: bool = False,
+    latents_kept: bool = False,
     vocabulary_parts: int = 1,
     expert_ranks: ExpertParallelRanks | None = None,
 ) -> list[LayerSpec]:
@@ -54,6 +55,7 @@ def gpt_layers(
     Args:
         ranks: ranks that share the matrices of each layer; None for a single rank.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
+        latents_kept: keep latents for later token slices, and not keys and values, where attention has latents.
         vocabulary_parts: layers that share the rows of the output layer; more than 1 only where its weight is untied.
         expert_ranks: ranks that share the experts of each layer; None for a single rank.
     """
@@ -73,6 +75,7 @@ def gpt_layers(
             block,
             ranks,
             recompute_cheap=recompute_cheap,
+            latents_kept=latents_kept,
             rotary=tables.get(rotations[block]),
             expert_ranks=expert_ranks,
         )

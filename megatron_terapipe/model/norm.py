@@ -28,24 +28,42 @@ class _Norm(nn.Module):
     """A norm over the last dimension, scaled.
 
     Args:
-        head_width: width of one head, where heads are normed each; None for the hidden state.
+        width: width of one head, or of a latent; None for the hidden state.
+        of_heads: whether each rank has some of the vectors of a token.
+        epsilon: None for the model's.
     """
 
-    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, head_width: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        ranks: TensorParallelRanks,
+        width: int | None = None,
+        *,
+        of_heads: bool = False,
+        epsilon: float | None = None,
+    ) -> None:
         super().__init__()
-        width, self.one_plus = head_width or model.hidden_size, model.apply_layernorm_1p
-        self.weight = ranks.replicated(torch.full((width,), _first_weight(model)), of_heads=head_width is not None)
-        self.epsilon = model.layernorm_epsilon
+        self.one_plus, self.epsilon = model.apply_layernorm_1p, epsilon or model.layernorm_epsilon
+        first = torch.full((width or model.hidden_size,), _first_weight(model))
+        self.weight = ranks.replicated(first, of_heads=of_heads)
 
 
 class LayerNorm(_Norm):
     """Zero mean and unit variance over the last dimension, scaled and shifted where there is a weight and a bias."""
 
-    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, head_width: int | None = None) -> None:
-        super().__init__(model, ranks, head_width)
+    def __init__(
+        self,
+        model: ModelConfig,
+        ranks: TensorParallelRanks,
+        width: int | None = None,
+        *,
+        of_heads: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__(model, ranks, width, of_heads=of_heads, **more)
         self.bias = None
         if model.normalization == "layernorm":
-            self.bias = ranks.replicated(torch.zeros_like(self.weight.data), of_heads=head_width is not None)
+            self.bias = ranks.replicated(torch.zeros_like(self.weight.data), of_heads=of_heads)
         elif model.normalization == "layernorm-no-weights":
             self.weight, self.one_plus = None, False
 

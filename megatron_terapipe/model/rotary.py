@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.pointwise import Pointwise
-from megatron_terapipe.config.rotation import Rotation
+from deepspeed_ext.runtime.state.sequence_state import Past
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.rotation import Rotation, rotation_of
 
 WHOLE_TABLE_BYTES = 1 << 26
 """Largest table that is computed once for all positions: 131,072 of them in fp32, at 128 channels that turn."""
@@ -28,6 +31,17 @@ class RotaryTable:
         self.rotation, self._length = rotation, length
         self._table: Tensor | None = None
         self._frequencies: Tensor | None = None
+
+    def of_token_slice(self, past: Past, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1 or B, N, 1, R/2] for the tokens [B, N, ...] that a layer is given."""
+        end = past.prefix_len + like.shape[1]
+
+        def looked_up() -> tuple[Tensor, Tensor]:
+            if past.positions_restart:
+                return self.at(past.positions(like.shape[1], like.device), end, like)
+            return self.between(past.prefix_len, end, like)
+
+        return past.cached_for_slice(self.rotation.name, looked_up)
 
     def between(self, start: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, N, 1, R/2] of the positions start .. end: views.
@@ -96,6 +110,12 @@ class RotaryTable:
         return self._frequencies
 
 
+def rotary_table(model: ModelConfig, block: BlockShape) -> RotaryTable | None:
+    """Return the rotations of a layer's positions; None if they are not rotary."""
+    rotation = rotation_of(model, block)
+    return None if rotation is None else RotaryTable(rotation, model.seq_length)
+
+
 def _dtype_of(like: Tensor) -> torch.dtype:
     """Type of a table for heads of a type: at least fp32."""
     return torch.promote_types(like.dtype, torch.float32)
@@ -123,14 +143,15 @@ def rotated_heads(
     return _RotateProduct.apply(groups, cosine, sine, interleaved, room)
 
 
-def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False, after: int = 0) -> Tensor:
     """Return heads [B, N, H, D], rotated.
 
     Args:
         cosine: [1 or B, N, 1, R/2].
         interleaved: whether pairs of channels are neighbours; otherwise they are R/2 apart.
+        after: channels of a head before those that turn.
     """
-    return _Rotate.apply(heads, cosine, sine, interleaved)
+    return _Rotate.apply(heads, cosine, sine, interleaved, after)
 
 
 def writes_heads(device: torch.device) -> bool:
@@ -157,14 +178,14 @@ class _Rotate(torch.autograd.Function):
     """Rotation of heads that are no longer a part of the product; its gradient turns back."""
 
     @staticmethod
-    def forward(ctx, heads, cosine, sine, interleaved: bool):
+    def forward(ctx, heads, cosine, sine, interleaved: bool, after: int):
         ctx.save_for_backward(cosine, sine)
-        ctx.interleaved = interleaved
-        return _turned(heads, cosine, sine, interleaved, False)
+        ctx.interleaved, ctx.after = interleaved, after
+        return _turned(heads, cosine, sine, interleaved, after, False)
 
     @staticmethod
     def backward(ctx, of_heads):
-        return _turned(of_heads, *ctx.saved_tensors, ctx.interleaved, True), None, None, None
+        return _turned(of_heads, *ctx.saved_tensors, ctx.interleaved, ctx.after, True), *[None] * 4
 
 
 @Pointwise
@@ -200,16 +221,16 @@ def _product_turned_back(
 
 
 @Pointwise
-def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, back: bool) -> Tensor:
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, after: int, back: bool) -> Tensor:
     """Heads [B, N, H, D], turned, or turned back."""
-    return _turn(heads, cosine, -sine if back else sine, interleaved)
+    return _turn(heads, cosine, -sine if back else sine, interleaved, after)
 
 
-def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, after: int = 0) -> Tensor:
     half = cosine.shape[-1]
-    turning, rest = heads[..., : 2 * half], heads[..., 2 * half :]
+    before, turning, rest = heads.tensor_split((after, after + 2 * half), dim=-1)
     first, second = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.split(half, dim=-1)
     turned = [each.to(heads.dtype) for each in (first * cosine - second * sine, second * cosine + first * sine)]
     if interleaved:
         turned = [torch.stack(turned, dim=-1).flatten(-2)]
-    return torch.cat((*turned, rest), dim=-1)
+    return torch.cat((before, *turned, rest), dim=-1)

@@ -137,12 +137,34 @@ class TensorParallelRanks(Ranks):
         """Start to sum partial results [B, N, ...]; each rank gets its tokens between the matrices: [B, n, ...]."""
         return self.start_reduce_scatter(partial) if self.sequence_parallel else self.start_sum(partial)
 
+    def share(self, own: Tensor) -> Tensor:
+        """Return [B, N, C] of all tokens for the tokens [B, n, C] that this rank has between the matrices.
+
+        Backward, the gradients that all ranks find for them, each from its own heads, are summed.
+        """
+        return own if self.size == 1 else _Share.apply(own, self)
+
     def sum_parts(self, partial: Tensor) -> Tensor:
         """Sum the parts of all ranks: [B, N, C] to the tokens this rank has between the matrices.
 
         Backward, every rank gets the gradients of all tokens.
         """
         return partial if self.size == 1 else _SumParts.apply(partial, self)
+
+
+class _Share(torch.autograd.Function):
+    """Megatron's f, or f bar with sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx, own, ranks: TensorParallelRanks):
+        ctx.ranks = ranks
+        return ranks.start_gather(own)() if ranks.sequence_parallel else own.view_as(own)
+
+    @staticmethod
+    def backward(ctx, of_shared):
+        # A sum is in place, and autograd may give the gradient to others, too.
+        of_shared = of_shared if ctx.ranks.sequence_parallel else of_shared.clone()
+        return ctx.ranks.start_complete(of_shared)(), None
 
 
 class _SumParts(torch.autograd.Function):

@@ -35,6 +35,7 @@ def gpt_layers(config: Config, ranks: "ModelRanks") -> Sequence[Any]:
         config.model,
         ranks.tensor,
         recompute_cheap=config.training.recompute_granularity == "selective",
+        latents_kept=config.training.latent_kept == "latent",
         vocabulary_parts=config.parallel.vocabulary_parts,
         expert_ranks=ranks.expert,
     )

@@ -35,7 +35,7 @@ BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
         [
             *("mistral", "qwen2-windows", "gemma", "gemma2", "smollm3", "starcoder2", "stablelm-parallel", "nemotron"),
             *("gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
-            *("helium", "hunyuan_v1_dense", "phi", "cohere2"),
+            *("helium", "hunyuan_v1_dense", "phi", "cohere2", "minicpm3", "sarvam_mla"),
         ],
     ),
     # Tied and learned weights at both ends, windows by layer, norms side by side, and a state.
@@ -45,14 +45,14 @@ BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
         2,
         [
             *("gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "nemotron_h", "qwen3_next"),
-            *("qwen3_5", "gptj", "cohere", "olmo"),
+            *("qwen3_5", "gptj", "cohere", "olmo", "youtu", "deepseek_v3"),
         ],
     ),
     f"{CUT} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall": (
         2,
         [
             *("mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"),
-            *("qwen3_next-experts", "qwen3_5_moe"),
+            *("qwen3_next-experts", "qwen3_5_moe", "deepseek_v2", "glm4_moe_lite"),
         ],
     ),
 }

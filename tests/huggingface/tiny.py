@@ -56,6 +56,14 @@ _GRANITE = {
     "attention_bias": True,
 }
 _QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
+_LATENT = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 10},
+}
+_ROUTED = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    "routed_scaling_factor": 2.5,
+}
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 _DELTA_NET = {
     **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16},
@@ -195,6 +203,28 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("qwen3_5_text", _DELTA_NET),
     "qwen3_5_moe": ("qwen3_5_moe_text", _SHARED_EXPERT),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _LATENT
+        | _ROUTED
+        | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        _LATENT | _ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 2, "rope_interleave": False},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        _LATENT
+        | _ROUTED
+        | {"q_lora_rank": None, "first_k_dense_replace": 1}
+        | {"rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENT | _ROUTED | {"rms_norm_eps": 1e-3}),
+    "sarvam_mla": ("sarvam_mla", _LATENT | _ROUTED | {"q_lora_rank": None}),
+    "youtu": ("youtu", _LATENT),
+    "minicpm3": ("minicpm3", _LATENT | {"rms_norm_eps": 1e-3, "scale_emb": 6.0, "dim_model_base": 20}),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
 """The `model_type` of each, and its settings other than the common ones."""

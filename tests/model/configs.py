@@ -104,6 +104,19 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": False,
     },
     "olmo2_like": {**LLAMA, "num_key_value_heads": 4, "norm_placement": "post", "qk_norm": "all-heads"},
+    "deepseek_like": {
+        **LLAMA,
+        **{"multi_latent_attention": True, "num_key_value_heads": None, "qk_norm": "head", "latent_norm_epsilon": 1e-3},
+        **{"q_lora_rank": 10, "kv_lora_rank": 6, "qk_head_dim": 5, "qk_pos_emb_head_dim": 4, "v_head_dim": 7},
+        **{"rotary_interleaved": True, "rotary_scaling_factor": 4.0, "rotary_original_length": 8},
+        **{"mscale": 0.7, "mscale_all_dim": 1.0},
+    },
+    "minicpm3_like": {
+        **LLAMA,
+        **{"multi_latent_attention": True, "num_key_value_heads": None, "kv_lora_rank": 6, "qk_head_dim": 6},
+        **{"qk_pos_emb_head_dim": 2, "v_head_dim": 8, "sliding_window": 9, "attention_softcap": 1.5},
+        **{"disable_bias_linear": False, "no_rope_freq": "2"},
+    },
     "granite_like": {
         **LLAMA,
         "activation": "geglu-exact",

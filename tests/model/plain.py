@@ -17,6 +17,7 @@ from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.config.rotation import Rotation, rotation_of
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import TransformerBlock
+from megatron_terapipe.model.latent_attention import LatentAttention
 from megatron_terapipe.model.mlp import MLP
 from megatron_terapipe.model.recurrence import RecurrentMixer
 
@@ -39,6 +40,18 @@ def rotated(heads: Tensor, rotation: Rotation, first_position: int = 0) -> Tenso
     numbers = numbers * torch.exp(1j * angles) * rotation.factor
     turned = torch.stack((numbers.real, numbers.imag), -1 if rotation.interleaved else -2).flatten(-2)
     return torch.cat((turned, rest), -1)
+
+
+def attention_weights(query: Tensor, key: Tensor, model: ModelConfig, block: BlockShape) -> Tensor:
+    """Weights [B, N, N] of one head."""
+    length = query.shape[1]
+    scores = query @ key.transpose(1, 2) * model.softmax_scale
+    if model.attention_softcap is not None:
+        scores = model.attention_softcap * torch.tanh(scores / model.attention_softcap)
+    unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if block.window is not None:
+        unseen |= torch.ones(length, length, dtype=torch.bool).tril(-block.window)
+    return scores.masked_fill(unseen, float("-inf")).softmax(-1)
 
 
 def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidden: Tensor, masked: Masked) -> Tensor:
@@ -68,20 +81,39 @@ def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidde
     queries = [columns(group, place) for group in range(groups) for place in range(in_group)]
     keys, values = ([columns(group, place) for group in range(groups)] for place in (rows - 2, rows - 1))
     queries, keys = turned(queries, layer.query_norm), turned(keys, layer.key_norm)
-    length = hidden.shape[1]
     outputs = []
     for head, query in enumerate(queries):
-        scores = query @ keys[head // in_group].transpose(1, 2) * model.softmax_scale
-        if model.attention_softcap is not None:
-            scores = model.attention_softcap * torch.tanh(scores / model.attention_softcap)
-        unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
-        if block.window is not None:
-            unseen |= torch.ones(length, length, dtype=torch.bool).tril(-block.window)
-        scores = scores.masked_fill(unseen, float("-inf"))
-        weights = masked(scores.softmax(-1), f"head {head}")
+        weights = masked(attention_weights(query, keys[head // in_group], model, block), f"head {head}")
         outputs.append(weights @ values[head // in_group])
         if gates:
             outputs[-1] = outputs[-1] / (1 + torch.exp(-columns(head // in_group, in_group + head % in_group)))
+    return product(layer.projection, torch.cat(outputs, -1))
+
+
+def latent_attention(
+    layer: LatentAttention, model: ModelConfig, block: BlockShape, hidden: Tensor, masked: Masked
+) -> Tensor:
+    """Causal attention of one document from latents, head by head."""
+    sizes, width, rotation = block.latent, model.kv_channels, rotation_of(model, block)
+
+    def turned(channels: Tensor) -> Tensor:
+        return channels if rotation is None else rotated(channels, rotation)
+
+    def normed(place: str, latent: Tensor) -> Tensor:
+        one = getattr(layer, place)
+        return latent if one is None else norm(one, model, latent)
+
+    ends = sizes.query_rank, sizes.query_rank + sizes.rank
+    from_down = hidden @ layer.down.T
+    inputs = normed("query_norm", from_down[..., : ends[0]]) if sizes.query_rank else hidden
+    latent, key_of_all = normed("latent_norm", from_down[..., ends[0] : ends[1]]), turned(from_down[..., ends[1] :])
+    outputs = []
+    for head in range(model.num_attention_heads):
+        query = inputs @ layer.query_up.weight[head * width : (head + 1) * width].T
+        query = torch.cat((query[..., : sizes.key_size], turned(query[..., sizes.key_size :])), -1)
+        key = torch.cat((latent @ layer.up[head, : sizes.key_size].T, key_of_all), -1)
+        weights = attention_weights(query, key, model, block)
+        outputs.append(masked(weights, f"head {head}") @ (latent @ layer.up[head, sizes.key_size :].T))
     return product(layer.projection, torch.cat(outputs, -1))
 
 
@@ -188,8 +220,8 @@ def product(layer: nn.Module, inputs: Tensor) -> Tensor:
 def norm(layer: nn.Module, model: ModelConfig, hidden: Tensor) -> Tensor:
     weight = layer.weight + 1 if model.apply_layernorm_1p and layer.weight is not None else layer.weight
     if model.normalization == "rmsnorm":
-        return F.rms_norm(hidden, weight.shape, weight, model.layernorm_epsilon)
-    return F.layer_norm(hidden, hidden.shape[-1:], weight, layer.bias, model.layernorm_epsilon)
+        return F.rms_norm(hidden, weight.shape, weight, layer.epsilon)
+    return F.layer_norm(hidden, hidden.shape[-1:], weight, layer.bias, layer.epsilon)
 
 
 def block(
@@ -201,7 +233,8 @@ def block(
 
     entering = hidden
     if shape.num_key_value_heads:
-        attended = attention(layer.attention, model, shape, normed("attention_norm", entering), masked)
+        mix = attention if shape.latent is None else latent_attention
+        attended = mix(layer.attention, model, shape, normed("attention_norm", entering), masked)
         attended = masked(normed("attention_post_norm", attended), "attention")
         hidden = hidden + model.residual_multiplier * attended
     if shape.ffn_hidden_size:

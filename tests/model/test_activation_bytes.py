@@ -101,19 +101,23 @@ def left_out_bytes(
     numbers = 2 * element_bytes if layernorm else 4
     parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
     norms_behind = parts if model.norm_placement != "pre" else 0
-    kept_whole = norms_behind or bool(block.num_experts)  # of that before experts, too
+    # Of those that several products read, too.
+    queries_beside = block.latent is not None and not block.latent.query_rank
+    kept_whole = norms_behind or bool(block.num_experts) + queries_beside
     norms = kept_whole if recompute == "selective" else flops.block_norms(model, block)
     left_out = tokens * norms * numbers
     if layernorm and model.apply_layernorm_1p:
         left_out += len(cut) * norms * model.hidden_size * element_bytes  # 1 + weight
     if block.num_key_value_heads and model.qk_norm != "none":
-        of_heads = model.qk_norm == "head"
-        left_out += tokens * numbers * (model.num_attention_heads + block.num_key_value_heads if of_heads else 2)
+        vectors = model.num_attention_heads + block.num_key_value_heads if model.qk_norm == "head" else 2
+        if block.latent is not None:
+            vectors = 2 if block.latent.query_rank else 1
+        left_out += tokens * numbers * vectors
     if block.num_experts:
         left_out += tokens * element_bytes * model.moe_shared_expert_gate
         left_out += len(cut) * block.num_experts * 4  # ends of the rows of each expert
     # A cosine and a sine, in fp32, for every pair of channels: once for all rows and heads.
-    rotates = model.position_embedding_type == "rope" and block.rotated and block.num_key_value_heads
+    rotates = model.rotates and block.rotated and block.num_key_value_heads
     return left_out + (SEQ * model.rotary_channels // 2 * 2 * 4 if rotates else 0)
 
 

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], Documents | None]] = {
 def test_every_tensor_follows(
     parts: dict[str, Any], documents: Documents | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence_state, "kernel_for", lambda *_: CudaFlash())
+    monkeypatch.setattr(sequence_state, "kernel_for", lambda *_, **more: CudaFlash())
     monkeypatch.setattr(sequence_state, "kernel_of_runs_for", lambda *_: CudaFlash())
     device, dtype, half = torch.device("meta"), torch.bfloat16, SEQ // 2
     model = WholeModel(model_config(**parts)).to(device, dtype)

@@ -62,6 +62,12 @@ FAMILIES = {
         "--num-experts 4 --moe-router-topk 4 --moe-router-score-function sigmoid --moe-ffn-hidden-size 24"
         " --moe-shared-expert-intermediate-size 16 --moe-layer-freq 2 --moe-shared-expert-gate"
     ),
+    "deepseek": (
+        f"{LLAMA.replace(' --num-key-value-heads 2', '')} --multi-latent-attention --qk-layernorm --q-lora-rank 10"
+        " --kv-lora-rank 6 --qk-head-dim 5 --qk-pos-emb-head-dim 4 --v-head-dim 7 --rotary-scaling-factor 4"
+        " --rotary-original-length 8 --mscale 0.7 --mscale-all-dim 1 --rotary-interleaved"
+        " --num-experts 4 --moe-router-topk 4 --moe-layer-freq 2"
+    ),
     # One part a layer, and one of each kind.
     "hybrid": (
         "--hybrid-layer-pattern MG*- --mamba-num-heads 8 --mamba-head-dim 4 --mamba-state-dim 6 --mamba-num-groups 4"

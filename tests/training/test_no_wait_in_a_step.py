@@ -130,7 +130,7 @@ def loaded(batch: MicroBatch) -> MicroBatch:
     return replace(batch, tokens=batch.tokens.contiguous(), labels=batch.labels.contiguous())
 
 
-def _kernel(query: Tensor, window: int | None, softcap: float | None) -> AttentionKernel:
+def _kernel(query: Tensor, window: int | None, softcap: float | None, **more: object) -> AttentionKernel:
     """The kernels of a CUDA device for bf16."""
     return CudaFlash(window) if softcap is None else PlainAttention(window=window, softcap=softcap)
 

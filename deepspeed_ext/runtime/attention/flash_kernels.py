@@ -22,6 +22,7 @@ from deepspeed_ext.runtime.attention.kernels import (
     Attended,
     AttentionKernel,
     Gradients,
+    PaddedValues,
     PiecewiseAttention,
     Places,
     PlainAttention,
@@ -337,21 +338,24 @@ def kernel_for(
     window: int | None = None,
     softcap: float | None = None,
     capability: Callable[[torch.device], Capability] = capability_of,
+    value_size: int | None = None,
 ) -> AttentionKernel:
     """The fastest kernel for queries [B, N, H, D].
 
     Args:
         softcap: limit of the scores, which no fused kernel of torch supports; None for none.
+        value_size: width of the values; None for D.
     """
     if softcap is not None:
         return PlainAttention(window=window, softcap=softcap)
+    same_width = value_size in (None, query.shape[-1])
     if query.device.type == "cpu":
-        return cpu_flash(window)
+        return cpu_flash(window) if same_width else PaddedValues(cpu_flash(window))
     if query.device.type == "cuda":
-        heads = query.dtype, query.shape[-1], capability(query.device)
-        if flash_takes(*heads):
-            return CudaFlash(window)
-        if memory_efficient_takes(*heads):
+        dtype, device = query.dtype, capability(query.device)
+        if flash_takes(dtype, query.shape[-1], device):
+            return CudaFlash(window) if same_width else PaddedValues(CudaFlash(window))
+        if all(memory_efficient_takes(dtype, each or query.shape[-1], device) for each in (None, value_size)):
             return MemoryEfficient(window)
     return PlainAttention(window=window)
 

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from deepspeed_ext.plan.costs import SCORES_AT_ONCE, tile_length
 from deepspeed_ext.pointwise import Pointwise
@@ -41,9 +42,9 @@ class Gradients(NamedTuple):
 
     query: Tensor
     """[B, N, H, D]."""
-    own: tuple[Tensor, Tensor]
+    own: tuple[Tensor, ...]
     """Gradients of the token slice's own keys and values, each [B, N, G, D]; from its own queries only."""
-    prefix: tuple[Tensor, Tensor]
+    prefix: tuple[Tensor, ...]
     """Gradients of the last keys and values before it, each [B, P, G, D]; earlier ones have gradients of 0."""
 
     @classmethod
@@ -102,7 +103,7 @@ class PiecewiseAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Attend piece by piece, as in `AttentionKernel`."""
-        output = torch.empty_like(query)
+        output = query.new_empty((*query.shape[:3], value.shape[-1]))
         at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
         log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
         for kernel, here, keys in self._pieces(query, key):
@@ -124,6 +125,35 @@ class PiecewiseAttention:
                 total[keys][:, : prefix.shape[1]] += prefix
                 total[keys][:, prefix.shape[1] :] += own
         return Gradients.cut(of_query, of_key, of_value)
+
+
+class PaddedValues:
+    """A kernel that takes queries, keys and values of one width, for narrower values: channels of 0 change no other."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self._kernel = kernel
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Return output [B, N, H, v] and log-sum-exp, as in `AttentionKernel`."""
+        attended = self._kernel.forward(query, key, _widened(value, query), scale)
+        return attended._replace(output=attended.output[..., : value.shape[-1]])
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, as in `AttentionKernel`."""
+        wide = attended._replace(output=_widened(attended.output, query))
+        given = _widened(output_gradient, query), query, key, _widened(value, query)
+        gradients = self._kernel.backward(*given, wide, scale)
+        (of_key, of_value), (of_keys_before, of_values_before) = gradients.own, gradients.prefix
+        narrow = slice(0, value.shape[-1])
+        return Gradients(
+            gradients.query, (of_key, of_value[..., narrow]), (of_keys_before, of_values_before[..., narrow])
+        )
+
+
+def _widened(heads: Tensor, query: Tensor) -> Tensor:
+    return F.pad(heads, (0, query.shape[-1] - heads.shape[-1]))
 
 
 @dataclass(frozen=True, slots=True)

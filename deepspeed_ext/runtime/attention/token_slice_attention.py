@@ -53,6 +53,9 @@ from torch import Tensor
 
 from deepspeed_ext.runtime.attention.kernels import Attended, AttentionKernel, Gradients
 
+Heads = tuple[Tensor, ...]
+"""Keys and values, each [B, tokens, G, D] of its own G and D; or latents [B, tokens, c + r] in their place."""
+
 
 class KeyValueState(ABC):
     """Keys and values of one layer for one micro-batch, and the gradients of later token slices for them.
@@ -67,19 +70,22 @@ class KeyValueState(ABC):
         self._began = False
         # Gradients [B, E, G, D] of keys and values, of the last E tokens before the token slice that ran backward;
         # earlier tokens have none.
-        self._pending: list[Tensor | None] = [None, None]
+        self._pending: list[Tensor | None] = []
+        self.num_tensors = 0
+        """Tensors of a token slice that are kept, once one was written."""
 
     @abstractmethod
-    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+    def write(self, heads: Heads, start: int) -> None:
         """Store the keys and values [B, N, G, D] of the tokens start .. start + N."""
+        self.num_tensors = len(heads)
         if not self._began:
-            self._ends[start] = start + key.shape[1]
+            self._ends[start] = start + heads[0].shape[1]
 
     @abstractmethod
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, end: int) -> Heads:
         """Keys and values [B, E, G, D] that the tokens start .. end attend to: the last E tokens up to `end`."""
 
-    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+    def accumulate(self, gradients: Gradients, start: int) -> Heads:
         """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
 
         Returns:
@@ -88,6 +94,7 @@ class KeyValueState(ABC):
         self._began = True
         assert start == max(self._ends), "token slices must run backward last to first"
         del self._ends[start]
+        self._pending = self._pending or [None] * self.num_tensors
         for index, (own, found) in enumerate(zip(gradients.own, gradients.prefix, strict=True)):
             pending = self._pending[index]
             if pending is not None:
@@ -124,28 +131,26 @@ class KeysOfSequence(KeyValueState):
     def __init__(self, seq_length: int, gradients_in: torch.dtype | None = None) -> None:
         super().__init__(gradients_in)
         self.seq_length = seq_length
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._kept: Heads = ()
 
-    def room(self, like: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def room(self, like: Heads, start: int) -> Heads:
         """The buffers' parts for keys and values [B, N, heads, D], for results that are computed there."""
-        if self._keys is None or self._values is None:
-            shape = (like.shape[0], self.seq_length, *like.shape[2:])
-            self._keys, self._values = like.new_empty(shape), like.new_empty(shape)
-        end = start + like.shape[1]
-        return self._keys[:, start:end].detach(), self._values[:, start:end].detach()
+        if not self._kept:
+            self._kept = tuple(each.new_empty((each.shape[0], self.seq_length, *each.shape[2:])) for each in like)
+        end = start + like[0].shape[1]
+        return tuple(each[:, start:end].detach() for each in self._kept)
 
-    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+    def write(self, heads: Heads, start: int) -> None:
         """Store keys and values [B, N, heads, D]. The same tokens may be written again, as recomputation does."""
-        super().write(key, value, start)
-        for own, each in zip(self.room(key, start), (key, value), strict=True):
+        super().write(heads, start)
+        for own, each in zip(self.room(heads, start), heads, strict=True):
             if own.untyped_storage()._cdata != each.untyped_storage()._cdata:
                 own.copy_(each)
 
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, end: int) -> Heads:
         """Keys and values [B, end, heads, D] of the tokens 0 .. end."""
-        assert self._keys is not None and self._values is not None, "read before any write"
-        return self._keys[:, :end], self._values[:, :end]
+        assert self._kept, "read before any write"
+        return tuple(each[:, :end] for each in self._kept)
 
 
 class KeysOfTokenSlices(KeyValueState):
@@ -160,27 +165,26 @@ class KeysOfTokenSlices(KeyValueState):
     ) -> None:
         super().__init__(gradients_in)
         self.window, self._forward_only = window, forward_only
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kept: dict[int, Heads] = {}
         """Keys and values [B, N, G, D] by first token; forward only, those in reach of the last token slice."""
 
-    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+    def write(self, heads: Heads, start: int) -> None:
         """Store copies of keys and values [B, N, heads, D], in place of earlier ones of the same tokens."""
-        super().write(key, value, start)
+        super().write(heads, start)
         if self._forward_only and start:
             first = self._first_in_reach(start)
-            keys, values = self._between(first, start)
-            self.kept = {first: (torch.cat((*keys, key), dim=1), torch.cat((*values, value), dim=1))}
+            parts = zip(*self._between(first, start), heads, strict=True)
+            self.kept = {first: tuple(torch.cat(each, dim=1) for each in parts)}
         else:
             # Copied, since they are parts of a product that would stay with them.
-            copies = (each.clone(memory_format=torch.contiguous_format) for each in (key, value))
-            self.kept[start] = next(copies), next(copies)
+            self.kept[start] = tuple(each.clone(memory_format=torch.contiguous_format) for each in heads)
 
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, end: int) -> Heads:
         """Keys and values [B, reach, heads, D], put together from the token slices where there are several."""
-        keys, values = self._between(self._first_in_reach(start), end)
-        return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, dim=1), torch.cat(values, dim=1))
+        parts = self._between(self._first_in_reach(start), end)
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
 
-    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+    def accumulate(self, gradients: Gradients, start: int) -> Heads:
         """Add up gradients, as in `KeyValueState`, and free the keys of the token slice, which no later op reads."""
         assert not self._forward_only, f"a backward at token {start} of a sequence that runs forward only"
         complete = super().accumulate(gradients, start)
@@ -190,15 +194,15 @@ class KeysOfTokenSlices(KeyValueState):
     def _first_in_reach(self, start: int) -> int:
         return 0 if self.window is None else max(0, start + 1 - self.window)
 
-    def _between(self, first: int, end: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _between(self, first: int, end: int) -> list[Heads]:
         """Keys and values of the tokens first .. end, token slice by token slice."""
         parts = [
-            [each[:, max(0, first - begin) :] for each in pair]
-            for begin, pair in sorted(self.kept.items())
-            if begin < end and first < begin + pair[0].shape[1]
+            tuple(each[:, max(0, first - begin) :] for each in heads)
+            for begin, heads in sorted(self.kept.items())
+            if begin < end and first < begin + heads[0].shape[1]
         ]
-        assert sum(key.shape[1] for key, _ in parts) == end - first, "keys in reach are not there"
-        return [key for key, _ in parts], [value for _, value in parts]
+        assert sum(heads[0].shape[1] for heads in parts) == end - first, "keys in reach are not there"
+        return parts
 
 
 class TokenSliceAttention(torch.autograd.Function):
@@ -223,7 +227,7 @@ class TokenSliceAttention(torch.autograd.Function):
         else:
             # A query cut from a fused projection would keep its keys and values alive: copy it.
             kept = (query := query.contiguous(),)
-            state.write(key, value, start)
+            state.write((key, value), start)
             keys = state.read(start, start + query.shape[1])
         attended = kernel.forward(query, *keys, scale)
         # Kernels leave the heads before the tokens; the next layer needs them after, and would keep a copy of its own.

@@ -179,15 +179,15 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     Args:
         inputs: [..., in].
-        weight: [out, in].
+        weight: [..., in], a matrix once its first dimensions are taken together.
         bias: [out].
     """
     attached = getattr(weight, "gradient_sink", _NO_ENGINE).queue is not None
     # Autocast computes the product from copies of another type, whose gradients torch converts.
     autocast = torch.is_autocast_enabled(inputs.device.type)
     differentiated = torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad
-    if not attached or not differentiated or autocast or weight.dim() != 2 or inputs.dim() == 1:
-        return F.linear(inputs, weight, bias)
+    if not attached or not differentiated or autocast or weight.dim() < 2 or inputs.dim() == 1:
+        return F.linear(inputs, weight.flatten(0, -2) if weight.dim() > 2 else weight, bias)
     return _PlainProduct.apply(inputs, weight, bias)
 
 
@@ -204,13 +204,13 @@ class _PlainProduct(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         # If a forward is repeated, autograd returns a copy of the weight, which gets no gradient.
         ctx.parameter = weight
-        return F.linear(inputs, weight, bias)
+        return F.linear(inputs, weight.flatten(0, -2), bias)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         rows = output_gradient.flatten(0, -2)
-        of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
+        of_inputs = output_gradient @ weight.flatten(0, -2) if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         product = partial(_weight_gradient, ctx.parameter, rows, inputs.flatten(0, -2))
         return of_inputs, now_or_deferred(ctx.parameter, product), of_bias
@@ -219,7 +219,7 @@ class _PlainProduct(torch.autograd.Function):
 def _weight_gradient(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
     # Autograd adds gradients to `weight.grad` after their product; in place there would be other bits.
     total = sum_of(weight, in_place=False)
-    return rows.t() @ inputs if total is None else total.add_product(rows, inputs)
+    return (rows.t() @ inputs).view_as(weight) if total is None else total.add_product(rows, inputs)
 
 
 # ---------------------------------------------------------------------- sums

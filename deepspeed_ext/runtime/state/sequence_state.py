@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,13 @@ from deepspeed_ext.runtime.attention.head_exchange import (
     to_all_tokens,
     with_copies_of_keys,
 )
-from deepspeed_ext.runtime.attention.kernels import AttentionDropout, AttentionKernel, PlainAttention
+from deepspeed_ext.runtime.attention.kernels import (
+    AttentionDropout,
+    AttentionKernel,
+    PaddedValues,
+    PlainAttention,
+)
+from deepspeed_ext.runtime.attention.latent_attention import LatentTokenSliceAttention, expanded, gathered
 from deepspeed_ext.runtime.attention.positional_dropout import DrawnNumbers, DropoutPlace
 from deepspeed_ext.runtime.attention.token_slice_attention import (
     KeysOfSequence,
@@ -127,9 +134,9 @@ class SequenceState:
         Args:
             tensors: keys and values [B, N, G, D], as `keys_of` gave them.
         """
-        pairs = zip(self._kept_apart(), tensors[::2], tensors[1::2], strict=True)
-        for state, key, value in pairs:
-            state.kept[self.token_slices.prefix_len(token_slice)] = key, value
+        each = iter(tensors)
+        for state in self._kept_apart():
+            state.kept[self.token_slices.prefix_len(token_slice)] = tuple(islice(each, state.num_tensors))
 
     def _kept_apart(self) -> Iterator[KeysOfTokenSlices]:
         for _, state in self._layers.values():
@@ -297,7 +304,7 @@ class Past:
         if self._sequence.ranks.size > 1:
             return None
         state = self._sequence.keys_and_values(self._layer, self._reach(window))
-        return state.room(like, self.prefix_len) if isinstance(state, KeysOfSequence) else None
+        return state.room((like, like), self.prefix_len) if isinstance(state, KeysOfSequence) else None
 
     def _reach(self, window: int | None) -> int | None:
         """The window; None if it hides nothing."""
@@ -322,25 +329,17 @@ class Past:
         Args:
             query: [B, N, H, D], of the N tokens that the layer is given.
             key: [B, N, G, D]; H must be a multiple of G.
-            value: [B, N, G, D].
+            value: [B, N, G, v], v at most D.
             scale: factor of the scores; 1 / sqrt(D) if None.
             first_head: number of the first query head, where a rank has some of them.
             window: tokens that a token attends to, itself included; None for all before it. A layer has one.
             softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
 
         Returns:
-            [B, N, H, D].
+            [B, N, H, v].
         """
-        ranks, (start, end) = self._sequence.ranks, self._sequence.bounds[self.prefix_len]
-        length = (end - start) // ranks.size
-        if query.shape[1] != length:
-            part = "token slice" if ranks.size == 1 else "part of the token slice"
-            raise UserError(
-                f"layer {self._layer} attends with {query.shape[1]} tokens, and its {part} has {length}: hand "
-                "past.attend [rows, tokens, heads, dimension], and the same token_slices to every rank"
-            )
-        self._sequence.attended[self._layer, self.prefix_len] += 1
-        window = self._reach(window)
+        ranks, window = self._sequence.ranks, self._reach(window)
+        start = self._begin_attention(query)
         if ranks.size > 1:
             query, key, value = to_all_tokens(ranks, *with_copies_of_keys(query, key, value, ranks.size))
             first_head += ranks.rank * query.shape[2]
@@ -351,9 +350,68 @@ class Past:
             self._sequence.keys_and_values(self._layer, window),
             start,
             query.shape[-1] ** -0.5 if scale is None else scale,
-            self._kernel(query, start, dropout, first_head, window, softcap),
+            self._kernel(query, value.shape[-1], start, dropout, first_head, window, softcap),
         )
         return self.own_tokens(output)
+
+    def attend_latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        weight: Tensor,
+        *,
+        keep_latents: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        first_head: int = 0,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention to keys and values that follow from a latent of each token; see `latent_attention`.
+
+        Sequence-parallel ranks gather the latents, and each computes its part of the heads from them.
+
+        Args:
+            query: [B, N, H, n + r], of the N tokens that the layer is given; the last r channels are rotated.
+            latent: [B, N, c + r], the rotated key last.
+            weight: [H, n + v, c], of each head the rows of its keys and of its values, v at most n + r.
+            keep_latents: whether latents are kept for later token slices, and not keys and values.
+            scale: as the others, as for `attend`.
+
+        Returns:
+            [B, N, H, v].
+        """
+        ranks, window = self._sequence.ranks, self._reach(window)
+        start, key_size = self._begin_attention(query), query.shape[-1] - latent.shape[-1] + weight.shape[-1]
+        if ranks.size > 1:
+            check_heads(query.shape[2], query.shape[2], ranks.size)
+            (query,), latent, weight = to_all_tokens(ranks, query), gathered(ranks, latent), self.own_heads(weight)
+            first_head += ranks.rank * query.shape[2]
+        value_size, state = weight.shape[1] - key_size, self._sequence.keys_and_values(self._layer, window)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+
+        def kernel_of(query: Tensor, first: int) -> AttentionKernel:
+            return self._kernel(query, value_size, start, dropout, first_head + first, window, softcap)
+
+        if keep_latents:
+            output = LatentTokenSliceAttention.apply(query, latent, weight, state, start, scale, kernel_of)
+        else:
+            heads = query, *expanded(latent, weight, key_size)
+            output = TokenSliceAttention.apply(*heads, state, start, scale, kernel_of(query, 0))
+        return self.own_tokens(output)
+
+    def _begin_attention(self, query: Tensor) -> int:
+        """Count a call of attention, and return the first token of the token slice on all ranks."""
+        ranks, (start, end) = self._sequence.ranks, self._sequence.bounds[self.prefix_len]
+        length = (end - start) // ranks.size
+        if query.shape[1] != length:
+            part = "token slice" if ranks.size == 1 else "part of the token slice"
+            raise UserError(
+                f"layer {self._layer} attends with {query.shape[1]} tokens, and its {part} has {length}: hand "
+                "past.attend [rows, tokens, heads, dimension], and the same token_slices to every rank"
+            )
+        self._sequence.attended[self._layer, self.prefix_len] += 1
+        return start
 
     def dropout(
         self,
@@ -384,7 +442,14 @@ class Past:
         return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, self._sequence.drawn)
 
     def _kernel(
-        self, query: Tensor, start: int, dropout: float, first_head: int, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        value_size: int,
+        start: int,
+        dropout: float,
+        first_head: int,
+        window: int | None,
+        softcap: float | None,
     ) -> AttentionKernel:
         """Return the kernel for the queries [B, N, H, D] of all tokens of the token slice, from `start` on."""
         documents, sequences = self._sequence.documents, self._sequence.sequences
@@ -404,10 +469,12 @@ class Past:
             seen = self.cached_for_slice(
                 f"seen keys in window {window}", lambda: documents.seen(start, end, query.device, window)
             )
-            return DocumentsAtOnce(at_once, seen, end)
+            of_documents = DocumentsAtOnce(at_once, seen, end)
+            return of_documents if value_size == query.shape[-1] else PaddedValues(of_documents)
+        kernel = kernel_for(query, window, softcap, value_size=value_size)
         if apart:
-            return document_attention(lambda *_: kernel_for(query, window, softcap), documents, end, window)
+            return document_attention(lambda *_: kernel, documents, end, window)
         if not dropout:
-            return kernel_for(query, window, softcap)
+            return kernel
         first_key = 0 if window is None else max(0, start + 1 - window)
         return dropping(sequences, start, first_key)

@@ -118,8 +118,8 @@ class Family:
     def fields(self, file: SettingsFile) -> dict[str, Any]:
         """Return the fields of the model section that a `config.json` sets, without the length of sequences."""
         file = file.with_aliases(self.aliases)
-        for key, accepted in _OF_ALL.items():
-            file.expect(key, accepted, accepted[0])
+        for key, (accepted, reason) in _OF_ALL.items():
+            file.expect(key, accepted, accepted[0], *reason)
         found: dict[str, Any] = {}
         try:
             for each in self.settings:
@@ -174,13 +174,13 @@ class Family:
         ]
 
 
-_OF_ALL: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": (None, {}),
+_OF_ALL: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "quantization_config": ((None,), ("weights are read as they are trained", "give a copy of the model in bf16")),
+    "is_encoder_decoder": ((False,), ()),
+    "add_cross_attention": ((False,), ()),
+    "pruned_heads": ((None, {}), ()),
 }
-"""Keys that every family may have, and the values of which our models have the meaning."""
+"""Keys that every family may have, the values of which our models have the meaning, and words on others."""
 
 
 def check_expressible(family: Family, model: ModelConfig) -> None:
@@ -198,7 +198,7 @@ def _facts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         name = each.name
         if name in _WITHOUT_EFFECT or name in _BY_PROPERTY:
             continue
-        if name.startswith("rotary_") and model.position_embedding_type != "rope":
+        if name.startswith("rotary_") and not model.rotates:
             continue
         if name in _OF_SCALING and model.rotary_scaling not in _OF_SCALING[name]:
             continue

@@ -49,26 +49,28 @@ def llama_like(
     rotation: Setting | None = None,
     bias: Setting | None = None,
     key_heads: int | None = None,
-    head_size: int | None = None,
+    head_size: int | Setting | None = None,
     epsilon: float = 1e-6,
     tied: bool = False,
     defaults: tuple[int, ...] = (32000, 2048, 4096, 11008, 32, 32),
+    init_std: float = 0.02,
     **more: Any,
 ) -> Family:
     """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
 
     Args:
         key_heads: default of the key and value heads; None for as many as query heads.
-        head_size: default of the width of a head; None for hidden size over heads.
+        head_size: default of the width of a head, None for hidden size over heads; or the setting of it.
         defaults: numbers of words, positions, hidden size, width of MLPs, layers and heads.
+        init_std: default of the standard deviation of initial weights.
     """
     return Family(
         name=name,
         architecture=architecture,
         settings=(
-            *sizes((*defaults, 0.02), tied=tied),
+            *sizes((*defaults, init_std), tied=tied),
             heads_of_keys(key_heads),
-            head_width(head_size),
+            head_size if isinstance(head_size, Setting) else head_width(head_size),
             rotation or rotations(),
             always(normalization="rmsnorm"),
             same("rms_norm_eps", "layernorm_epsilon", NUMBER, epsilon),

@@ -57,7 +57,7 @@ def mixture(name: str, architecture: str, experts: tuple[str, int, int], *settin
     """Return a family with experts.
 
     Args:
-        experts: key of their number, its default, and the key of the number that a token chooses.
+        experts: key of their number, its default, and the default of the number that a token chooses.
     """
     key, number, top_k = experts
     return llama_like(
@@ -76,17 +76,18 @@ ONE_WIDTH = written(intermediate_size="moe_ffn_hidden_size")
 """The width of experts, where all layers have them; it is read as the width of an MLP."""
 
 
-def _unless(key: str, field: str, kind: Kind, off: float) -> Setting:
-    """Return a key with the value of a field, or `off` where the field is None; `off` is its default."""
+def unless(key: str, field: str, kind: Kind, off: float, default: float) -> Setting:
+    """Return a key with the value of a field, or `off` where the field is None."""
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        value = file.value(key, kind, off)
-        return {} if value == off else {field: value}
+        value = file.value(key, kind, default)
+        return {} if value == off else {field: type(off)(value)}
 
     return Setting((key,), read, lambda model: {key: getattr(model, field) or off})
 
 
-def _layers(have_experts: Sequence[bool]) -> Fields:
+def layers_with_experts(have_experts: Sequence[bool]) -> Fields:
+    """Return the field of the layers with experts; none where all layers have them."""
     return {} if all(have_experts) else {"moe_layer_freq": pattern_of(have_experts, [False])}
 
 
@@ -98,13 +99,7 @@ def _listed_layers(file: SettingsFile, fields: Fields) -> Fields:
     """Read every Nth layer, without the layers of a list, or no layer."""
     step, dense = file.value("decoder_sparse_step", COUNT, 1), file.value("mlp_only_layers", LAYERS, [], nullable=True)
     listed = [(index + 1) % step == 0 and index not in (dense or ()) for index in range(fields["num_layers"])]
-    return _layers(listed) if any(listed) and fields["num_experts"] else {"num_experts": None}
-
-
-def _layers_after(file: SettingsFile, fields: Fields) -> Fields:
-    """Read the number of layers before the first one of experts."""
-    first = file.value("first_k_dense_replace", NATURAL, 1)
-    return _layers([index >= first for index in range(fields["num_layers"])])
+    return layers_with_experts(listed) if any(listed) and fields["num_experts"] else {"num_experts": None}
 
 
 def _window_if_used(file: SettingsFile, fields: Fields) -> Fields:
@@ -194,20 +189,40 @@ GRANITEMOESHARED = mixture(
     ("num_local_experts", 8, 2),
     *MULTIPLIERS,
     ONE_WIDTH,
-    _unless("shared_intermediate_size", "moe_shared_expert_intermediate_size", NATURAL, 0),
+    unless("shared_intermediate_size", "moe_shared_expert_intermediate_size", NATURAL, 0, 0),
     tensors=_GRANITE_NAMES,
 )
 
 
-def _shared(file: SettingsFile, fields: Fields) -> Fields:
-    """Read the shared experts, each as wide as the others."""
-    number = file.value("n_shared_experts", COUNT, 1)
-    return {"moe_shared_expert_intermediate_size": number * fields["moe_ffn_hidden_size"]}
+def shared_experts(default: int) -> Setting:
+    """Return the setting of the number of shared experts, each as wide as the others."""
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        number = file.value("n_shared_experts", COUNT, default)
+        return {"moe_shared_expert_intermediate_size": number * fields["moe_ffn_hidden_size"]}
+
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        return {
+            "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // (model.moe_ffn_hidden_size or 1)
+        }
+
+    return Setting(("n_shared_experts",), read, write)
 
 
-def _groups(file: SettingsFile, fields: Fields) -> Fields:
+def layers_of_experts(default: int) -> Setting:
+    """Return the setting of the number of layers before the first one of experts."""
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        first = file.value("first_k_dense_replace", NATURAL, default)
+        return layers_with_experts([index >= first for index in range(fields["num_layers"])])
+
+    keys = ("first_k_dense_replace",)
+    return Setting(keys, read, lambda model: {"first_k_dense_replace": len(_dense_layers(model))})
+
+
+def _groups(file: SettingsFile, fields: Fields, usual: tuple[int, int]) -> Fields:
     """Read the groups of experts; transformers compares groups by their two best experts."""
-    groups, kept = file.value("n_group", COUNT, 1), file.value("topk_group", COUNT, 1)
+    groups, kept = (file.value(key, COUNT, each) for key, each in zip(("n_group", "topk_group"), usual, strict=True))
     if groups == 1:
         return {}
     if fields["moe_router_topk"] != 2 * kept:
@@ -218,31 +233,38 @@ def _groups(file: SettingsFile, fields: Fields) -> Fields:
     return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
 
 
+def sigmoid_routing(scale: float, groups: tuple[int, int] = (1, 1)) -> tuple[Setting, ...]:
+    """Return the routing of DeepSeek-V3: sigmoid scores, chosen with a bias within groups, renormalised and scaled.
+
+    Args:
+        scale: default of the factor.
+        groups: defaults of the number of groups, and of those that a token chooses in.
+    """
+    return (
+        always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        fixed("norm_topk_prob", True),
+        scaled_weights(scale),
+        Setting(
+            ("n_group", "topk_group"),
+            lambda file, fields: _groups(file, fields, groups),
+            lambda model: {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1},
+        ),
+    )
+
+
+def scaled_weights(default: float) -> Setting:
+    """Return the setting of the factor of the weights of experts."""
+    return unless("routed_scaling_factor", "moe_router_topk_scaling_factor", NUMBER, 1.0, default)
+
+
 GLM4_MOE = mixture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     ("n_routed_experts", 128, 8),
     same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1408),
-    always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
-    fixed("norm_topk_prob", True),
-    _unless("routed_scaling_factor", "moe_router_topk_scaling_factor", NUMBER, 1.0),
-    Setting(
-        ("n_group", "topk_group"),
-        _groups,
-        lambda model: {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1},
-    ),
-    Setting(
-        ("n_shared_experts",),
-        _shared,
-        lambda model: {
-            "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // (model.moe_ffn_hidden_size or 1)
-        },
-    ),
-    Setting(
-        ("first_k_dense_replace",),
-        _layers_after,
-        lambda model: {"first_k_dense_replace": len(_dense_layers(model))},
-    ),
+    *sigmoid_routing(1.0),
+    shared_experts(1),
+    layers_of_experts(1),
     word("use_qk_norm", "qk_norm", {False: "none", True: "head"}, False),
     # A further layer predicts the token after the next one; transformers leaves it out, too.
     ignored("num_nextn_predict_layers", "num_mtp_layers"),

@@ -8,19 +8,23 @@ from typing import Any
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.families import layernorm, llama, mixtures
+from megatron_terapipe.huggingface.families import latent, layernorm, llama, mixtures
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
-        for module in (layernorm, llama, mixtures)
+        for module in (layernorm, llama, mixtures, latent)
         for family in vars(module).values()
         if isinstance(family, Family)
     }
 )
 """By the `model_type` of their `config.json`. A model that several can express is written as the one defined first."""
+
+
+_SAME = {"kimi_k2": "deepseek_v3"}
+"""Families by other names of theirs, which transformers does not have."""
 
 
 def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:
@@ -48,6 +52,7 @@ def is_model_folder(path: str | Path) -> bool:
 
 def family_named(name: str, where: str) -> Family:
     """Return a family by its `model_type`."""
+    name = _SAME.get(name, name)
     if name not in FAMILIES:
         raise ConfigError(
             f"{where} is a model of type {name}, which is none of the {len(FAMILIES)} families of "

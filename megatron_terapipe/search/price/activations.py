@@ -155,7 +155,7 @@ class LayerMemory:
         """Keys and values: for all heads where ranks pass them on, else copies of those that several ranks need."""
         ring = self.software.communication.ring
         heads = key_heads(attention, self.size * (1.0 if ring else self.sequence_parallel_size))
-        return 2 * self.element_bytes * heads * attention.head_size / self.size
+        return self.element_bytes * heads * (attention.head_size + attention.value_size) / self.size
 
     def keys_of_window(self) -> ScalarOrArray:
         """Keys and values that each token slice keeps of itself, in a layer with a sliding window."""
@@ -173,7 +173,7 @@ class LayerMemory:
         query = exchanged = key_value = scores = log_sums = normed_heads = tile_scores = 0.0 * size
         window = None
         if attention is not None:
-            query = element * attention.query_heads * attention.head_size / size
+            query = element * attention.query_heads * (attention.head_size + attention.value_size) / 2 / size
             # After a head exchange the output of attention exists twice: in parts of heads and in parts of tokens.
             if not self.software.communication.ring:
                 exchanged = query * np.greater(self.sequence_parallel_size, 1)
@@ -181,6 +181,7 @@ class LayerMemory:
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             # A gate keeps its sigmoid, and the projection the gated output.
             normed_heads = element * attention.normed_channels / size + 2 * attention.gated * query
+            normed_heads = normed_heads + element * attention.latent_channels * whole
             positions = attention.most_positions(layer.tokens)
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
             copies = 2 * element + 1 if self.software.attention.keeps_dropped else element

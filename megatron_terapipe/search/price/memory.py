@@ -83,7 +83,8 @@ def _key_value_elements(layer: Layer, placed: PlacedStrategy) -> float:
         return 0.0
     layout = placed.strategy.layout
     heads = key_heads(layer.attention, layout.tensor_parallel_size * layout.sequence_parallel_size)
-    return float(2 * heads * layer.attention.head_size / layout.tensor_parallel_size)
+    width = layer.attention.head_size + layer.attention.value_size
+    return float(heads * width / layout.tensor_parallel_size)
 
 
 def _widest_window(kinds: Sequence[Layer], counts: Floats) -> int | None:

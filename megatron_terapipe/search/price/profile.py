@@ -40,6 +40,8 @@ class LayerShape(Entry):
     normed_heads: bool = False
     written_out: bool = False
     sliding_window: Count | None = None
+    latent: tuple[int, Count, Count, Count, Count] | None = None
+    """Fields of `LatentSizes`."""
     recurrence: tuple[str, Count, Count, Count, Count, Count] | None = None
     """Fields of `Recurrence`."""
 
@@ -53,6 +55,7 @@ class LayerShape(Entry):
             **{name: getattr(layer, name) for name in same},
             products=tuple((each.inputs, each.outputs, each.parallel) for each in layer.products),
             attention=attention and (attention.query_heads, attention.key_value_heads, attention.head_size),
+            latent=attention and attention.latent and astuple(attention.latent),
             normed_heads=attention is not None and attention.normed,
             written_out=attention is not None and attention.written_out,
             sliding_window=attention and attention.sliding_window,

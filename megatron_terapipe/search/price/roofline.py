@@ -447,10 +447,11 @@ class Roofline:
         if not core.writes_scores and attention.sliding_window is not None:
             # Keys and values of the token slices in reach are put together: read, and written.
             elements = elements + 2 * 2 * in_reach * of_keys
-        kept = self._moving_s(device, self._element_bytes * attention.head_size * sequences * elements / tp)
+        width = (attention.head_size + attention.value_size) / 2
+        kept = self._moving_s(device, self._element_bytes * width * sequences * elements / tp)
         forward = forward + kept
         again = self.software.selective_recomputes == "attention"
-        before = 2 * of_keys * attention.head_size / tp * sequences * (in_reach - tokens)
+        before = 2 * of_keys * width / tp * sequences * (in_reach - tokens)
         kept_bytes = ELEMENT_BYTES[query.key_value_gradients]
         adding = self._moving_s(device, core.prefix_bytes(self._element_bytes, kept_bytes) * before)
         return _Part(
@@ -514,6 +515,9 @@ class Roofline:
             in_reach,
         )
         flops = self._flops_per_pair(query, attention)
+        if called != "cudnn":
+            # Other kernels take values as wide as queries.
+            flops = flops * 2 * attention.head_size / (attention.head_size + attention.value_size)
         reached = query.device.peak_flops(self._attention_precision) * self.efficiency.fused_attention
         return (
             flops * forth / (reached * kernel.forward),

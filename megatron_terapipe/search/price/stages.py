@@ -385,7 +385,14 @@ def head_exchange_s(
     if attention is None or not np.any(np.greater(topology.size, 1)):
         return 0.0
     of_keys = key_heads(attention, query.tensor_parallel_size * query.sequence_parallel_size)
-    head_bytes = element_bytes * query.rows * attention.head_size / query.tensor_parallel_size
+    row_bytes = element_bytes * query.rows
+    head_bytes = row_bytes * attention.head_size / query.tensor_parallel_size
+    if attention.latent is not None:
+        # Latents go to every rank, which computes the keys and values of its heads from them.
+        latents = all_gather_s(row_bytes * attention.latent.kept_size * topology.size, topology, efficiency)
+        back = head_bytes * attention.query_heads * attention.value_size / attention.head_size
+        there = all_to_all_s(head_bytes * attention.query_heads, topology, efficiency)
+        return latents + there + all_to_all_s(back, topology, efficiency)
     there = all_to_all_s(head_bytes * (attention.query_heads + 2 * of_keys), topology, efficiency)
     return there + all_to_all_s(head_bytes * attention.query_heads, topology, efficiency)
 
@@ -410,15 +417,21 @@ def ring_s(
     return exposed_under(all_gather_s(gathered, topology, efficiency), attention_s, efficiency)
 
 
-def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:
+def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[float, int]:
     """Reductions of tensor-parallel ranks: in the backward, where tokens enter, and in the forward, where they leave.
+
+    Each of the hidden size; of latents, which are narrower, a part of one.
 
     A matrix shared by its outputs reads the same tokens on every rank, and their gradients add up; one shared by its
     inputs gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). Ranks
     that share an embedding have a part of its rows each. `sums_at_once`: whether the trainer sums the parts of parallel
     attention and MLP in one reduction.
     """
-    entering = sum(product.parallel == "column" for product in layer.products)
+    latent = None if layer.attention is None else layer.attention.latent
+    entering: float = sum(product.parallel == "column" for product in layer.products)
+    if latent is not None:
+        inputs = sum(product.inputs for product in layer.products if product.parallel == "column")
+        entering = (inputs + latent.rotated_size) / layer.hidden_size
     leaving = sum(product.parallel == "row" for product in layer.products)
     if sums_at_once and layer.sums_at_once:
         leaving = min(leaving, 1)

@@ -12,7 +12,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.config import flops
 from megatron_terapipe.config.flops import attended_positions
-from megatron_terapipe.config.layers import BlockShape, Recurrence
+from megatron_terapipe.config.layers import BlockShape, LatentSizes, Recurrence
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 
@@ -73,16 +73,28 @@ class Attention:
     then in memory, tile by tile."""
     gated: bool = False
     """Whether its output is multiplied by gates, which are projected beside the queries."""
+    latent: LatentSizes | None = None
+    """Sizes of latent attention; None for another one."""
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head's values."""
+        return self.head_size if self.latent is None else self.latent.value_size
 
     @property
     def normed_channels(self) -> int:
         """Channels of the queries and keys of a token that have norms, which keep them."""
-        return (self.query_heads + self.key_value_heads) * self.head_size if self.normed else 0
+        return (self.query_heads + self.key_value_heads) * self.head_size if self.normed and not self.latent else 0
+
+    @property
+    def latent_channels(self) -> int:
+        """Numbers of a token that latent attention keeps for its norms and products; every rank keeps all of them."""
+        return 0 if self.latent is None else flops.latent_channels(self.latent, normed=self.normed)
 
     @property
     def flops_per_position(self) -> int:
         """Forward FLOPs of a token for each position that it attends to: one score and one weighted value."""
-        return 4 * self.query_heads * self.head_size
+        return 2 * self.query_heads * (self.head_size + self.value_size)
 
     def positions(self, start: float, end: float, tokens: int) -> float:
         """Pairs of a token in [start, end) and a position that it attends to."""
@@ -363,6 +375,7 @@ def _mlp_products(model: ModelConfig, width: int) -> tuple[Product, ...]:
 
 def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
     hidden, heads, head_size = model.hidden_size, model.num_attention_heads, model.kv_channels
+    latent = shape.latent
     products: list[Product] = []
     attention = None
     num_biases = biased_channels = 0
@@ -377,8 +390,17 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
             normed=model.qk_norm != "none",
             written_out=model.attention_softcap is not None or model.attention_dropout > 0,
             gated=model.attention_output_gate,
+            latent=latent,
         )
-        products += Product(hidden, of_heads, "column"), Product(heads * head_size, hidden, "row")
+        if latent is None:
+            products += Product(hidden, of_heads, "column"), Product(heads * head_size, hidden, "row")
+        else:
+            products += (
+                Product(hidden, latent.query_rank + latent.kept_size, "none"),
+                Product(latent.query_rank or hidden, heads * head_size, "column"),
+                Product(latent.rank, heads * (latent.key_size + latent.value_size), "column"),
+                Product(heads * latent.value_size, hidden, "row"),
+            )
         num_biases += model.has_qkv_bias + model.has_projection_bias
         biased_channels += model.has_qkv_bias * of_heads + model.has_projection_bias * hidden
     if (sizes := shape.recurrence) is not None:
@@ -402,7 +424,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
             dispatcher=model.moe_token_dispatcher_type,
             imbalance=imbalance,
         )
-    rotated = model.position_embedding_type == "rope" and shape.rotated
+    rotated = model.rotates and shape.rotated
     kept_states, normed_states = flops.block_hidden_states(model, shape)
     return Layer(
         name="block",
@@ -424,5 +446,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         normalization="rmsnorm" if model.normalization == "rmsnorm" else "layernorm",
         num_biases=num_biases,
         biased_channels=biased_channels,
-        rotary_channels=(heads + shape.num_key_value_heads) * model.rotary_channels if rotated else 0,
+        rotary_channels=(heads + (shape.num_key_value_heads if latent is None else 1))
+        * model.rotary_channels
+        * rotated,
     )

@@ -50,7 +50,10 @@ NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "nu
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "sets truncate to false"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters sets full_attention"),
         ("qwen2", {"use_sliding_window": "false"}, 'sets use_sliding_window to "false", and it must be true or false'),
-        ("llama", {"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and our models have'),
+        ("llama", {"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and weights are'),
+        ("deepseek_v3", {"attention_bias": True}, "sets attention_bias to true, and latents have no biases here"),
+        ("deepseek_v3", {"num_key_value_heads": 8}, "--multi-latent-attention gives every head its own"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "not chosen by the best one of their group"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to true"),
         ("gpt2", {"add_cross_attention": True}, "sets add_cross_attention to true, and our models have false"),
         ("mistral", {"layer_types": ["full_attention"] * 32}, "has layer_types and one sliding_window"),
@@ -111,7 +114,7 @@ def test_invalid_settings_are_named_in_one_line(name: str, settings: dict[str, A
     assert str(caught.value).startswith("config.json")
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma3", "deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["bloom", "gemma3", "deepseek_v32", "glm_moe_dsa"])
 def test_other_families_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     with pytest.raises(

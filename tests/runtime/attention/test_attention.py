@@ -140,7 +140,7 @@ def test_sums_take_memory_only_where_the_kernel_gives_another_type(dtype: torch.
     """More than before a backward: in bf16 the new sum of the keys, until the old one is freed."""
     state, heads = token_slice_attention.KeysOfSequence(6), torch.zeros(1, 6, 2, 8, dtype=dtype)
     for start in range(0, 6, 2):
-        state.write(heads[:, :2], heads[:, :2], start)
+        state.write((heads[:, :2], heads[:, :2]), start)
     found = {start: [torch.ones(1, start, 2, 8, dtype=dtype) for _ in range(2)] for start in (4, 2, 0)}
     with LiveBytes() as live:
         for start, prefix in found.items():

@@ -55,7 +55,7 @@ THERE_AND_BACK = (
     f" --pipeline-schedule {Path(__file__).parent / 'schedules' / 'there_and_back.csv'}"
 )
 PER_TOKEN = "--calculate-per-token-loss"
-VOCABULARY = "--vocabulary-stages"
+VOCABULARY, LATENT = "--vocabulary-stages", "--latent-kept latent"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 FOUND = "--pipeline-schedule optimised --token-slices auto"
 SETUPS = [
@@ -192,6 +192,14 @@ SETUPS = [
     Setup(4, f"{PP4} {UNIFORM} {VOCABULARY} {UNTIED} --pipeline-schedule interleaved {ZERO}", micro_batches=3),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {VOCABULARY} {OFFLOAD}", fp64=True, family="gemma", micro_batches=3),
     Setup(4, f"{SEQ2} {PP2} {EVEN} {VOCABULARY} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True, micro_batches=3),
+    # Keys and values from latents, beside experts; either of both is kept for later token slices.
+    Setup(1, f"{UNEVEN} {DROPOUT} {PACKED} {LATENT}", fp64=True, family="deepseek"),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {SELECTIVE} {PACKED} {LATENT}", fp64=True, family="deepseek"),
+    Setup(2, f"{EP2} {TP2} {EVEN} {SP} {FULL}", fp64=True, family="deepseek"),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {LATENT}", fp64=True, family="deepseek", micro_batches=3),
+    Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {OFFLOAD} {LATENT}", fp64=True, family="deepseek"),
+    Setup(4, f"{SEQ2} {PP2} {EVEN} {PACKED} {MODEL_CHUNKS} {ZERO}", family="deepseek"),
+    Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO} {LATENT}", family="deepseek"),
     # Experts, on one rank and on ranks of every other axis.
     Setup(1, f"{UNEVEN} {ZERO_BUBBLE} {DROPOUT} {SELECTIVE}", fp64=True, family="mixtral"),
     Setup(2, f"{TP2} {EVEN} {SP} {FULL}", fp64=True, family="experts"),
@@ -283,6 +291,16 @@ class WholePast:
             rows = place.rows(length, query.device)
             weights = weights * attention_keep_mask(rows, 0, query.shape[2], 0, length, dropout) / (1 - dropout)
         return torch.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, weight: Tensor, *, keep_latents: bool, **more: Any
+    ) -> Tensor:
+        rank = weight.shape[-1]
+        key_size = query.shape[-1] - latent.shape[-1] + rank
+        expanded = torch.einsum("blc,hrc->blhr", latent[..., :rank], weight)
+        rotated = latent[:, :, None, rank:].repeat(1, 1, len(weight), 1)
+        key = torch.cat((expanded[..., :key_size], rotated), dim=-1)
+        return self.attend(query, key, expanded[..., key_size:], **more)
 
     def dropout(
         self, inputs: Tensor, probability: float, *, site: int, first_token: int, residual: Tensor | None
