@@ -67,7 +67,6 @@ setup(
         "pydantic>=2.7",
         # Clusters may be described in YAML.
         "pyyaml>=6.0",
-        "regex>=2023.12",
         # Tables and progress of the search.
         "rich>=13",
         # Calibration of the search.

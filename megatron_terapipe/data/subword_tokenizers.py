@@ -5,23 +5,18 @@
     TikTokenizer              tiktoken        Megatron's JSON file
     SentencePieceTokenizer    sentencepiece   tokenizer.model
 
-GPT2BPETokenizer: the package merges the bytes of a word. Words are split and cached here: texts repeat
-their words, and encoding takes a third of the time that the package needs for whole texts.
-
 TikTokenizer: the file is a list of objects, by rising rank: `{"rank": 0, "token_bytes": "AA==", "token_str": ...}`.
 Bytes are in base64, and the 256 single bytes come first. Ids of special tokens come before all others.
 """
 
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import regex
 from tokenizers import Tokenizer as TokenizerOfPackage
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -183,9 +178,6 @@ def _end_named_by(config_file: Path) -> str | None:
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-WORD_PATTERN = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-"""Splits text into the words within which bytes are merged (the ids of GPT-2's own pattern)."""
-
 
 class GPT2BPETokenizer(PackageTokenizer):
     """Byte pair encoding over GPT-2's words, from its `encoder.json` and `vocab.bpe`.
@@ -204,34 +196,12 @@ class GPT2BPETokenizer(PackageTokenizer):
         """
         vocabulary = _read_vocabulary(vocab_file)
         merges = _read_merges(merge_file, vocabulary)
-        tokenizer = TokenizerOfPackage(models.BPE(vocabulary, merges, cache_capacity=0))
+        tokenizer = TokenizerOfPackage(models.BPE(vocabulary, merges))
         # Both spell bytes in the printable alphabet.
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         super().__init__(tokenizer)
         self.eod = vocabulary[END_OF_DOCUMENT]
-        self._words = _WordCache(super().encode)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; most words are cached."""
-        # map over a dictionary keeps the loop over words, the hot one, out of the interpreter.
-        return list(chain.from_iterable(map(self._words.__getitem__, WORD_PATTERN.findall(text))))
-
-
-class _WordCache(dict[str, list[int]]):
-    """Ids by word."""
-
-    max_words = 1 << 20  # about 300 MB when full; more words than that rarely come again
-
-    def __init__(self, encode_word: Callable[[str], list[int]]) -> None:
-        super().__init__()
-        self._encode_word = encode_word
-
-    def __missing__(self, word: str) -> list[int]:
-        ids = self._encode_word(word)
-        if len(self) < self.max_words:
-            self[word] = ids
-        return ids
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:

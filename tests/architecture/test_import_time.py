@@ -7,7 +7,7 @@ import pytest
 
 from tests.architecture.sources import ROOT, modules
 
-HEAVY = {"torch", "deepspeed", "numpy", "numba", "regex", "tokenizers", "tqdm", "packaging", "pydantic", "yaml"}
+HEAVY = {"torch", "deepspeed", "numpy", "numba", "tokenizers", "tqdm", "packaging", "pydantic", "yaml"}
 LIGHT = (
     "deepspeed_ext.plan",
     "deepspeed_ext.runtime.cuda_environment",

@@ -101,7 +101,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
         (*PLAN, *CONFIG),
-        ("torch", "numpy", "regex", "tqdm", "tokenizers", "sentencepiece", "tiktoken", "zstandard"),
+        ("torch", "numpy", "tqdm", "tokenizers", "sentencepiece", "tiktoken", "zstandard"),
     ),
     # safetensors is imported by name when files are opened.
     Layer(
