@@ -72,21 +72,14 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """
     parser = CommandParser(prog="terapipe train", add_help=False)
     add_launcher_flags(parser)
-    mine: list[str] = []
-    others: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        name, equals, _ = word.partition("=")
-        dashed = name.replace("_", "-") if name.startswith("--") else name
-        if dashed not in parser._option_string_actions:
-            others.append(word)
-            continue
-        value = word[len(name) + 1 :] if equals else next(remaining, None)
-        if value is None or (not equals and value.startswith("--")):
-            raise UserError(f"{name} has no value: write {name}=VALUE")
-        mine.append(f"{dashed}={value}")
-    given = vars(parser.parse_args(mine))
-    return {name: str(value) for name, value in given.items() if value is not None}, others
+
+    def spelled(word: str) -> str:
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        return f"{dashed}{equals}{value}" if dashed in parser._option_string_actions else word
+
+    given, others = parser.parse_known_args(list(map(spelled, words)))
+    return {name: str(value) for name, value in vars(given).items() if value is not None}, others
 
 
 def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:

@@ -87,9 +87,7 @@ class FirstRank:
         store.set(key, text)
         answer = json.loads(text)
         end = time.monotonic() + _READ_S
-        while "error" in answer and store.add(f"{key}, read", 0) < launch.world_size - 1:
-            if time.monotonic() > end:
-                break
+        while "error" in answer and store.add(f"{key}, read", 0) < launch.world_size - 1 and time.monotonic() < end:
             time.sleep(0.05)
         return answer
 

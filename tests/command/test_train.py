@@ -59,8 +59,8 @@ def test_flags_of_the_launcher_may_be_anywhere_and_in_either_spelling() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hostfile"], "--hostfile has no value: write --hostfile=VALUE"),
-        (["--num-nodes", "--lr"], "--num-nodes has no value: write --num-nodes=VALUE"),
+        (["--hostfile"], "argument --hostfile: expected one argument: see "),
+        (["--num-nodes", "--lr"], "argument --num-nodes: expected one argument: see "),
         (
             ["--num-accelerators", "0"],
             "argument --num-accelerators/--num-gpus: 0 is not a whole number from 1 to 1,024: see ",

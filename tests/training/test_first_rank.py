@@ -1,20 +1,20 @@
 """Ranks ask the first one before their process group exists."""
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
+from torch.distributed import DistStoreError
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import SearchError
 from megatron_terapipe.search.machine.launcher import free_port
-from megatron_terapipe.training.first_rank import FirstRank
+from megatron_terapipe.training.first_rank import FirstRank, _received
 
 SIZE = 3
 RUN = (
@@ -29,16 +29,14 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.get(name, "1"))
 
 
-def answers(find: Callable[[int], Any], *questions: str, timeout_s: float = 60) -> list[list[Any]]:
+def answers(find: Callable[[int], Any], *questions: str) -> list[list[Any]]:
     """The answers of each rank, or the errors; a rank finds by its number."""
 
     def of_rank(rank: int) -> list[Any]:
         launch, found = LaunchEnvironment(rank=rank, world_size=SIZE, local_rank=rank, local_size=SIZE), []
         for question in questions:
             try:
-                found.append(
-                    first_rank[rank].answer(launch, timedelta(seconds=timeout_s), question, lambda: find(rank))
-                )
+                found.append(first_rank[rank].answer(launch, timedelta(seconds=60), question, lambda: find(rank)))
             except SearchError as error:
                 found.append(str(error))
         return found
@@ -68,12 +66,33 @@ def test_all_ranks_have_its_error() -> None:
     assert answers(find, "slices") == [["--token-slices auto: give fewer"]] * SIZE
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_ranks_wait_while_the_first_one_is_at_work(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search may take longer than the timeout; a first rank that has stopped may not."""
-    monkeypatch.setattr("megatron_terapipe.training.first_rank._COUNT_S", 0.02 if counts else 60)
-    with nullcontext() if counts else pytest.raises(SystemExit):
-        assert answers(lambda rank: time.sleep(0.25) or "found", "slices", timeout_s=0.1) == [["found"]] * SIZE
+class Signs:
+    """A store, each `get` of which times out until the first rank has given its signs."""
+
+    def __init__(self, *signs: int) -> None:
+        self.signs, self.counted = list(signs), Event()
+
+    def get(self, key: str) -> bytes:
+        if self.signs:
+            raise DistStoreError(f"{key}: timeout")
+        return b"found"
+
+    def add(self, key: str, number: int) -> int:
+        if number:
+            self.counted.set()
+        return self.signs.pop(0)
+
+    def set(self, key: str, value: str) -> None:
+        assert self.counted.is_set() and value == '{"found": true}'
+
+
+def test_ranks_wait_for_longer_than_the_timeout_while_the_first_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _received(Signs(1, 2, 5), "answer") == b"found"
+    with pytest.raises(DistStoreError, match="answer: timeout"):
+        _received(Signs(1, 2, 2, 3), "answer")
+    monkeypatch.setattr("megatron_terapipe.training.first_rank._COUNT_S", 0.01)
+    launch, store = LaunchEnvironment(rank=0, world_size=2, local_rank=0, local_size=2), Signs(*range(1000))
+    FirstRank._exchanged(store, launch, "answer", lambda: store.counted.wait(60))
 
 
 @pytest.mark.parametrize(("size", "words", "asks"), [("2", "", True), ("2", "--dry-run", False), ("1", "", False)])
