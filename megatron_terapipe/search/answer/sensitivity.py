@@ -20,7 +20,8 @@ from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.search.answer.figures import bandwidth_text, difference_text, strategy_text
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
-from megatron_terapipe.search.price.cost_model import CostModel, Pricing, times_with
+from megatron_terapipe.search.learn.fit import times_with
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
 from megatron_terapipe.search.rank.search import NEARLY_AS_FAST, Ranked

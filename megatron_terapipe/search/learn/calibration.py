@@ -37,11 +37,12 @@ from megatron_terapipe.search.learn.fit import (
     fit,
     fit_constants,
     kind_of,
+    log_slopes,
     weights_of,
 )
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.cost_model import CostModel, log_slopes
+from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, RememberedTimes
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes

@@ -46,8 +46,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.learn.trials import Trial, models_of
-from megatron_terapipe.search.price.cost_model import CostModel, log_slopes, times_with
-from megatron_terapipe.search.price.efficiency import Prior
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import Prior, moved, side_by_side
 from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy
@@ -159,6 +159,26 @@ class GroupEffects:
 def cost_model_of(trial: Trial, **settings: Any) -> CostModel:
     """Return the cost model of a trial by the data sheets of its devices."""
     return CostModel(trial.workload, trial.cluster, software=trial.software, precision=trial.precision, **settings)
+
+
+def times_with(models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Sequence[Any]) -> Floats:
+    """Return seconds in closed form of n strategies, each by its model, with each of m sets of constants: [m, n]."""
+    joined = side_by_side(constants)
+    changed = {id(model): model.with_constants(joined) for model in {id(model): model for model in models}.values()}
+    times = (changed[id(model)].closed_form_s(one) for model, one in zip(models, strategies, strict=True))
+    return np.stack([np.broadcast_to(each, len(constants)) for each in times], axis=1)
+
+
+STEP = 0.02
+"""Change of a constant's logarithm over which the slope is taken."""
+
+
+def log_slopes(
+    models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Any, names: Sequence[str]
+) -> Floats:
+    """Return the change of the logarithms of times with the logarithm of each named constant: [n, p]."""
+    logs = np.log(times_with(models, strategies, [constants, *(moved(constants, [name], STEP) for name in names)]))
+    return np.asarray((logs[1:] - logs[0]).T / STEP)
 
 
 class Sample:

@@ -25,9 +25,7 @@ from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.efficiency import (
     HardwareEfficiency,
     ProfileFactors,
-    moved,
     reachable_bandwidth,
-    side_by_side,
 )
 from megatron_terapipe.search.price.layer_times import OpSizes, OpTimes, ScalarOrArray, ScaledTimes
 from megatron_terapipe.search.price.links import (
@@ -149,10 +147,8 @@ class Prediction:
         found = asdict(self) | {"peak_memory_bytes": self.peak_memory_bytes}
         del found["memory"], found["network_s"]
         found["memory_per_rank"] = [{**asdict(rank), "total": rank.total} for rank in self.memory]
-        for name in OPTIONAL_PARTS:
-            if not found["breakdown"][name]:
-                del found["breakdown"][name]
-        return found
+        parts = found["breakdown"].items()
+        return found | {"breakdown": {name: part for name, part in parts if part or name not in OPTIONAL_PARTS}}
 
 
 @dataclass(eq=False)
@@ -227,46 +223,45 @@ class CostModel:
         """
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
-
-        def of_replicas(groups: RankGroups) -> Prediction:
-            """Time with the devices and links of one kind of replica."""
-            same = replace(placed, groups=groups)
-            stages = self.stage_ops(same)
-            ops = self._with_messages(same, stages)
+        found = []
+        for replicas, stages, ops in self._by_replica(placed):
             if activation_limit is not None and strategy.schedule == "zero-bubble":
-                (makespan,) = self._makespan_s(same, ops, activation_limit).tolist()
+                (makespan,) = self._makespan_s(replicas, ops, activation_limit).tolist()
                 simulated = SimulatedTime(makespan, makespan, notes=("the order of ops is priced in closed form",))
             else:
                 simulated = self.simulator.simulate(
                     strategy.schedule,
                     shape,
-                    self._costs(same, ops),
+                    self._costs(replicas, ops),
                     token_slices=strategy.cut(self.workload.seq_length),
                     memory_limit=memory_limit,
                     host_copies=self.host_copy_settings(placed) if strategy.offload else None,
                 )
-            return self._prediction(placed, shape, stages, ops, simulated)
+            found.append(self._prediction(placed, shape, stages, ops, simulated))
+        return max(found, key=lambda time: time.iteration_time_s)
 
-        # A replica is a pipeline of its own until gradients are reduced, which waits for the slowest.
-        return max(map(of_replicas, placed.groups.by_replica), key=lambda time: time.iteration_time_s)
+    def _by_replica(self, placed: PlacedStrategy) -> Iterator[tuple[PlacedStrategy, Floats, Floats]]:
+        """Yield each kind of replica with its ops [7, stages, S, m], and the same with messages (`_with_messages`).
+
+        A replica is a pipeline of its own until gradients are reduced, which waits for the slowest.
+        """
+        for groups in placed.groups.by_replica:
+            replicas = replace(placed, groups=groups)
+            stages = self.stage_ops(replicas)
+            yield replicas, stages, self._with_messages(replicas, stages)
 
     def closed_form_s(self, strategy: Strategy) -> Floats:
         """Return the seconds of an iteration in closed form, with each of m sets of constants: [m].
 
         The real schedule takes a few per cent longer or shorter, with all of them alike.
         """
-        placed = self.placed(strategy)
-
-        def of_replicas(groups: RankGroups) -> Floats:
-            same = replace(placed, groups=groups)
-            stages = self.stage_ops(same)
-            ops = self._with_messages(same, stages)
-            step = self.step(placed.counts, placed.groups, *placed.zero)
+        placed, found = self.placed(strategy), []
+        step = self.step(placed.counts, placed.groups, *placed.zero)
+        for replicas, stages, ops in self._by_replica(placed):
             reduction = self._shown_reduction_s(placed, step, stages, ops)
             ends = sum(np.max(each, axis=0) for each in (reduction, step.shared_weight, step.optimizer))
-            return np.asarray(self._makespan_s(same, ops) + ends + self.efficiency.iteration_s)
-
-        return np.asarray(np.maximum.reduce([of_replicas(groups) for groups in placed.groups.by_replica]))
+            found.append(self._makespan_s(replicas, ops) + ends + self.efficiency.iteration_s)
+        return np.asarray(np.maximum.reduce(found))
 
     def _makespan_s(self, placed: PlacedStrategy, ops: Floats, activation_limit: float = 1.0) -> Floats:
         """[m] seconds of the ops [4, stages, S, m] of an iteration, in closed form."""
@@ -442,41 +437,40 @@ class CostModel:
         """Return the seconds of the ops of one micro-batch, without messages: [7 parts of `StageOps`, stages, S, m]."""
         shares = placed.shares[:, None]
         sizes = op_sizes(placed.strategy, shares[:-1], shares[1:])
-        return self.priced_stages(placed, sizes, key=(*placed.key, shares.tobytes()))
+        return self.priced_stages(placed, sizes, (*placed.key, shares.tobytes()))
 
     def priced_stages(
         self,
         placed: PlacedStrategy,
         sizes: OpSizes,
+        key: tuple[object, ...],
         *,
         stages: Sequence[int] | None = None,
         whole: int | None = None,
-        key: tuple[object, ...] | None = None,
     ) -> Floats:
         """Return the seconds of the ops of stages for T token slices: [7 parts of `StageOps`, stages, T], or [..., m].
 
         Args:
             sizes: arrays of [T], or [T, 1] for m sets of constants.
+            key: identity of the sizes, to cache the times of layers.
             stages: the stages to price; None = all.
             whole: the token slice that is the whole sequence; None = all T together are.
-            key: identity of the sizes, to cache the times of layers; None = without cache.
         """
         counts = placed.counts.per_stage if stages is None else placed.counts.per_stage[stages]
         ranks = np.arange(len(counts)) if stages is None else np.array(stages)
-        tables = KindTables.of(placed.groups, lambda device, links: self._ops(device, links, sizes, key))
+
+        def table(device: Device, links: LayerLinks) -> Floats:
+            of_kind = device, links, *key
+            if of_kind not in self._known_ops:
+                self._known_ops[of_kind] = self.prices.ops(device, links, sizes)
+            return self._known_ops[of_kind]
+
+        tables = KindTables.of(placed.groups, table)
         layers = tables.layers(counts, ranks % placed.strategy.pipeline_parallel_size)
         per_device = [stage_ops(layers, table) for table in tables.by_device]
         forward_backward = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
         whole_s = [each.sum(axis=1) if whole is None else each[:, whole] for each in forward_backward]
         return on_slowest_device(per_device, [each[:, None] for each in whole_s])
-
-    def _ops(self, device: Device, links: LayerLinks, sizes: OpSizes, key: tuple[object, ...] | None) -> Floats:
-        if key is None:
-            return self.prices.ops(device, links, sizes)
-        known = self._known_ops.get((device, links, *key))
-        if known is None:
-            known = self._known_ops[device, links, *key] = self.prices.ops(device, links, sizes)
-        return known
 
     def messages(self, placed: PlacedStrategy) -> tuple[Floats, BoundaryLinks]:
         """Return bytes [boundaries, S] that a rank sends to the next in one micro-batch, and links [boundaries, 1]."""
@@ -509,8 +503,7 @@ class CostModel:
             )
             # Both ends wait for a message: the sender's next op does not start before it has left.
             ops[FORWARD, :-1] += sending
-            ops[BACKWARD, 1:] += sending
-            ops[INPUT_GRADIENT, 1:] += sending
+            ops[[BACKWARD, INPUT_GRADIENT], 1:] += sending
         return ops
 
     def _costs(self, placed: PlacedStrategy, ops: Floats) -> OpCosts:
@@ -555,26 +548,6 @@ def _by_rank(ops: Floats, ranks: int) -> Floats:
     """[parts, stages, S, m] seconds, summed over the stages of each rank and over token slices: [parts, P, m]."""
     whole = ops.sum(axis=2)
     return np.asarray(whole.reshape(len(ops), -1, ranks, whole.shape[-1]).sum(axis=1))
-
-
-def times_with(models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Sequence[Any]) -> Floats:
-    """Return seconds in closed form of n strategies, each by its model, with each of m sets of constants: [m, n]."""
-    joined = side_by_side(constants)
-    changed = {id(model): model.with_constants(joined) for model in {id(model): model for model in models}.values()}
-    times = (changed[id(model)].closed_form_s(one) for model, one in zip(models, strategies, strict=True))
-    return np.stack([np.broadcast_to(each, len(constants)) for each in times], axis=1)
-
-
-STEP = 0.02
-"""Change of a constant's logarithm over which the slope is taken."""
-
-
-def log_slopes(
-    models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Any, names: Sequence[str]
-) -> Floats:
-    """Return the change of the logarithms of times with the logarithm of each named constant: [n, p]."""
-    logs = np.log(times_with(models, strategies, [constants, *(moved(constants, [name], STEP) for name in names)]))
-    return np.asarray((logs[1:] - logs[0]).T / STEP)
 
 
 GIB = 2**30

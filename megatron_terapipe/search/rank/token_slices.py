@@ -99,7 +99,7 @@ class TabulatedCosts:
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
         # Times of layers are kept, for the same strategy with other layers on its stages.
-        ops = cost_model.priced_stages(placed, sizes, stages=stages.tolist(), whole=whole, key=(*placed.key, grid))
+        ops = cost_model.priced_stages(placed, sizes, (*placed.key, grid), stages=stages.tolist(), whole=whole)
         if strategy.schedule in SPLIT_SCHEDULES:
             times = ops[[FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]]
         else:
