@@ -15,6 +15,7 @@ import torch
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
 from tests.huggingface.models import GEMMA2, MODELS, save, whole_model
+from tests.inference.checkpoints import write_manifest
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
@@ -185,6 +186,7 @@ def test_invalid_exports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     layer = save(whole_model(GPT2), GPT2, ours) / "layer_03-model_00-model_states.pt"
     assert refusal(capsys, *words, "--family", "lama").startswith("error: --family lama is unknown: choose gpt2, ")
     torch.save({"weight": torch.zeros(3)}, layer)
+    write_manifest(layer.parent)
     assert "cannot load layer 3" in refusal(capsys, *words)
     layer.unlink()
     assert f"lacks {layer.name}" in refusal(capsys, *words)
