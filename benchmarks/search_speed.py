@@ -190,8 +190,8 @@ def large(runs: int) -> None:
 
 
 def _command(words: Sequence[str], folder: Path) -> tuple[float, float, str]:
-    """Run `rank`; return its CPU seconds, its peak memory in MB, and its notes about other strategies."""
-    command = [sys.executable, "-m", "megatron_terapipe.search", "rank", *words, "--no-progress", "--explain"]
+    """Run `rank`; return its CPU seconds, its peak memory in MB, and its answer."""
+    command = [sys.executable, "-m", "megatron_terapipe.search", "rank", *words, "--no-progress"]
     output = folder / "output.txt"
     with output.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -199,8 +199,8 @@ def _command(words: Sequence[str], folder: Path) -> tuple[float, float, str]:
         )
         _, _, used = os.wait4(process.pid, 0)
     lines = output.read_text(encoding="utf-8").splitlines()
-    said = [line.removeprefix("- ") for line in lines if "priced in closed form" in line or "error:" in line]
-    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, said[-1] if said else "no answer"
+    said = [line for line in lines if " a step, " in line or "error:" in line]
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, said[0] if said else "no answer"
 
 
 def _pricing(problem: SearchProblem, cluster: Cluster) -> Pricing:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
@@ -105,18 +105,6 @@ TIME_NAMES = {
 }
 """Parts of an iteration in words."""
 
-_WORTH_LISTING = 0.005  # least difference of a part, as a share of the iteration, that is listed
-_LEAST_SHARE = 0.001  # shares below this would be written as none
-
-
-class StrategyComparison(NamedTuple):
-    """The differences between the winner and another strategy."""
-
-    changes: list[tuple[str, str, str]]
-    """The dimensions in which the other differs: name, the winner's value, the other's."""
-    sentences: list[str]
-    """Seconds and bytes that differ, in words."""
-
 
 def runners_up(priced: Sequence[RankedEntry]) -> list[RankedEntry]:
     """Return the second best; and, if it is much like the best, the first with other parallel sizes or schedule."""
@@ -132,42 +120,35 @@ def _layout(entry: RankedEntry) -> list[object]:
     return [entry.strategy[each.name] for each in DIMENSIONS if each.ranks or each.name == "schedule"]
 
 
-def compare(winner: RankedEntry, other: RankedEntry) -> StrategyComparison:
-    """Compare the winner with another strategy."""
+Changes = list[tuple[str, str, str]]
+"""The dimensions in which two strategies differ: name, the value of the first, the value of the other."""
+
+
+def compare(first: RankedEntry, other: RankedEntry) -> tuple[Changes, list[str]]:
+    """Return the settings in which the second strategy differs, and sentences on the savings of the first."""
     changes = [
         (words, value_text(values[0], each.none), value_text(values[1], each.none))
         for each, words in ordered_for(DIMENSIONS, "label")
-        for values in [[entry.strategy.get(each.name, each.default) for entry in (winner, other)]]
+        for values in [[entry.strategy.get(each.name, each.default) for entry in (first, other)]]
         if values[0] != values[1]
     ]
-    first, second = winner.price, other.price
-    parts = first.breakdown, second.breakdown
-    saved = [(name, parts[1].get(name, 0.0) - parts[0].get(name, 0.0)) for name in TIME_NAMES]
-    worth = _WORTH_LISTING * first.iteration_time_s
-    saved = sorted((part for part in saved if abs(part[1]) >= worth), key=lambda part: -abs(part[1]))
-    return StrategyComparison(changes, _sentences(first, second, saved))
+    saved_s = other.price.iteration_time_s - first.price.iteration_time_s
+    share = saved_s / other.price.iteration_time_s
+    lines = [f"An iteration takes {time_text(abs(saved_s))} {'less' if saved_s >= 0 else 'more'} ({abs(share):.1%})."]
+    parts = [
+        (other.price.breakdown.get(name, 0.0) - first.price.breakdown.get(name, 0.0), words)
+        for name, words in TIME_NAMES.items()
+    ]
+    for words, (seconds, name) in (("It saves most in", max(parts)), ("It pays most in", min(parts))):
+        if (seconds > 0) == ("saves" in words) and abs(seconds) > MENTIONED * first.price.iteration_time_s:
+            lines.append(f"{words} {name} ({time_text(abs(seconds))}).")
+    if first.price.memory_per_rank and other.price.memory_per_rank:
+        difference = other.price.peak_memory_bytes - first.price.peak_memory_bytes
+        lines.append(f"The fullest rank holds {bytes_text(abs(difference))} {'less' if difference >= 0 else 'more'}.")
+    return changes, lines
 
 
-def _sentences(first: PredictedPart, second: PredictedPart, saved: Sequence[tuple[str, float]]) -> list[str]:
-    gain = second.iteration_time_s - first.iteration_time_s
-    share = gain / second.iteration_time_s if second.iteration_time_s else 0.0
-    if gain <= 0:
-        lines = ["Both are predicted to take the same time."]
-    else:
-        part = f"{share:.1%}" if share >= _LEAST_SHARE else f"below {_LEAST_SHARE:.1%}"
-        lines = [f"An iteration takes {time_text(gain)} less ({part})."]
-    for sign, words in ((1, "It saves in"), (-1, "It pays with more in")):
-        parts = [f"{TIME_NAMES[name]} ({time_text(sign * seconds)})" for name, seconds in saved if sign * seconds > 0]
-        if parts:
-            *others, last = parts
-            lines.append(f"{words} {', '.join(others)} and {last}." if others else f"{words} {last}.")
-    if first.memory_per_rank and second.memory_per_rank:
-        difference = second.peak_memory_bytes - first.peak_memory_bytes
-        word = "less" if difference >= 0 else "more"
-        lines.append(f"The fullest rank holds {bytes_text(abs(difference))} {word}.")
-    if first.interval_s and second.interval_s and first.interval_s[1] >= second.interval_s[0]:
-        lines.append("Their intervals overlap: only a trial of both can show which is faster.")
-    return lines
+MENTIONED = 0.005  # least difference of a part of the iteration, as a share of it, that is mentioned
 
 
 def value_text(value: object, none: str = "") -> str:

@@ -16,7 +16,7 @@ from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, t
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.what_if import Question, left_free
 from megatron_terapipe.search.machine.library import smallest_device_with
-from megatron_terapipe.search.price.memory import SHARE_OF_HOST, RankMemory
+from megatron_terapipe.search.price.memory import RankMemory
 from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, GridMemory
 from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_grids
@@ -44,7 +44,6 @@ class Nearest:
     """Bytes of the device that may be used."""
     device_bytes: float
     """Memory of a device that it would fit."""
-    fits_with_optimizer_on_host: bool
 
     @property
     def fullness(self) -> float:
@@ -86,15 +85,10 @@ def if_nothing_fits(asked: Question, result: SearchResult) -> Iterator[WhatIfPar
 
 
 def _shortage(nearest: Nearest) -> str:
-    """Return the memory of the fullest device by kind, and whether it fits with the optimizer on the host."""
+    """Return the memory of the fullest device by kind."""
     parts = sorted(asdict(nearest.memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name.replace('_', ' ')} {bytes_text(number)}" for name, number in parts if number > 0)
-    return (
-        f"It is {strategy_text(nearest.strategy)}, and needs on pipeline rank {nearest.pipeline_rank}: {listed}. With "
-        f"the optimizer state in the memory of the host ({bytes_text(nearest.memory.optimizer)} less) it would "
-        f"{'fit' if nearest.fits_with_optimizer_on_host else 'not fit either'}: Megatron-core "
-        "(--optimizer-cpu-offload) and DeepSpeed without a pipeline offload it, terapipe only token slices."
-    )
+    return f"It is {strategy_text(nearest.strategy)}, and needs on pipeline rank {nearest.pipeline_rank}: {listed}."
 
 
 def nearest_to_fitting(asked: Question) -> Nearest | None:
@@ -152,11 +146,6 @@ def _counted(strategy: Strategy, asked: Question) -> Nearest:
     pricing = asked.pricing
     usable_share = pricing.memory_model.overheads.usable_share * (1 - asked.problem.memory_headroom)
     held = list(zip(pricing.memory(strategy), pricing.cost_model.groups(strategy).smallest, strict=True))
-    on_device = max((memory.total - memory.optimizer) / device.memory_bytes for memory, device in held)
-    on_host = max(memory.optimizer for memory, _ in held)
-    has_room = all(
-        node.num_devices * on_host <= SHARE_OF_HOST * node.host.memory_bytes for node in pricing.cluster.nodes
-    )
     rank = max(range(len(held)), key=lambda each: held[each][0].total / held[each][1].memory_bytes)
     memory, device = held[rank]
     return Nearest(
@@ -166,7 +155,6 @@ def _counted(strategy: Strategy, asked: Question) -> Nearest:
         device=device.name,
         usable_bytes=usable_share * device.memory_bytes,
         device_bytes=memory.total / usable_share,
-        fits_with_optimizer_on_host=has_room and on_device <= usable_share,
     )
 
 

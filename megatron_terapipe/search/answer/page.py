@@ -113,12 +113,12 @@ def _winner(entry: RankedEntry) -> str:
 
 
 def _why(first: RankedEntry, second: RankedEntry) -> str:
-    found = compare(first, second)
+    changed, lines = compare(first, second)
     changes = "".join(
         f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
-        for name, here, there in found.changes
+        for name, here, there in changed
     )
-    sentences = "".join(f"<li>{escape(each)}</li>" for each in found.sentences)
+    sentences = "".join(f"<li>{escape(each)}</li>" for each in lines)
     return (
         f'<div class="columns"><div><ul>{sentences}</ul></div><div class="wide"><table class="changes">'
         f'<tr><th class="left"></th><th>rank 1</th><th>rank {second.rank}</th></tr>{changes}</table></div></div>'

@@ -37,7 +37,7 @@ from megatron_terapipe.search.answer.what_if import Question, what_ifs
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, FITS, HEADROOM, NEEDS_NO_HOSTS, ProgressCallback
-from megatron_terapipe.search.rank.rules import DUPLICATES, UNPROVEN, USES_DEVICES
+from megatron_terapipe.search.rank.rules import DUPLICATES, USES_DEVICES
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, predict_one, search, with_batch
 from megatron_terapipe.search.rank.space import SearchProblem, check_runnable
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
         advice += other_trainers(question, entries[0] if entries else None)
     uncalibrated = "no calibration on this cluster: intervals are wide, because data sheets are uncertain"
     assumed = [*notes] if options.calibrate or options.calibration else [*notes, uncalibrated]
-    all_notes = (*costs.notes, *assumed, *how_sure(result))
+    all_notes = (*costs.notes, *assumed)
     counts = result.counts
     fields = ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training)
     for each in advice if not entries else ():
@@ -191,16 +191,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def how_sure(result: SearchResult) -> list[str]:
-    """Return how many strategies were priced, and whether another could win; empty without a winner."""
-    if not result.entries:
-        return []
-    counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"
-    if result.proven:
-        return [f"{counted}: none of the others can be more than 1 % faster under this model"]
-    return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most"]
-
-
 def nothing_fits(result: SearchResult, advice: list[WhatIfPart], problem: SearchProblem) -> str:
     """Return why no strategy remains: the rule that the last ones broke, and the remedy."""
     doubles = {COARSE_SUMS, NEEDS_NO_HOSTS, *(rule.name for rule in DUPLICATES)}
@@ -208,19 +198,18 @@ def nothing_fits(result: SearchResult, advice: list[WhatIfPart], problem: Search
     if not rejected:
         return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
     remedies = " or ".join(each.line for each in advice if each.name != "nearest")
+    remedies = f": one would with {remedies}" if remedies else ""
+    last, number = rejected[-1]
     if result.too_full is not None:
-        with_room = f"; one would with {remedies}" if remedies else ""
         return (
             f"no strategy can run: {result.counts.rejected[HEADROOM]:,} fit the devices, but none keeps as much memory "
-            f"free as --memory-headroom asks for{with_room}"
+            f"free as --memory-headroom asks for{remedies}"
         )
-    last, number = rejected[-1]
     if last in (FITS, HEADROOM):
         number = result.counts.rejected[FITS] + result.counts.rejected[HEADROOM]
-        nearest = f": one would fit with {remedies}" if remedies else ""
         return (
             f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices have"
-            f"{nearest}"
+            f"{remedies.replace('would with', 'would fit with')}"
         )
     if last == USES_DEVICES:
         devices = problem.cluster.num_devices
@@ -279,48 +268,29 @@ def explain_strategy(strategy: Strategy, asked: Question, result: SearchResult) 
     if not entry.feasible or entry.prediction is None:
         return [title, f"  It cannot run: {entry.reason}."]
     peak = bytes_text(entry.prediction.peak_memory_bytes)
-    lines = [title, f"  It takes {time_text(entry.iteration_time_s)} and {peak} on the fullest rank."]
-    left_out = [*_other_question(strategy, problem, result), *_not_searched(strategy, asked)]
+    left_out = [*_left_out(strategy, asked)]
     if too_full := pricing.why_it_does_not_fit(strategy, entry.prediction.memory, problem.memory_headroom):
         left_out.append(f"It leaves too little memory free ({too_full}).")
-    lines += [f"  {reason}" for reason in left_out]
-    if not result.entries:
-        return lines
-    winner = result.entries[0]
-    time_s, best_s = entry.iteration_time_s, winner.iteration_time_s
-    if time_s < best_s * (1 - ROUNDING):
-        words = f"  It is {1 - time_s / best_s:.1%} faster than the winner"
-        lines.append(f"{words}." if left_out else f"{words}: the search did not come to it; more --effort does.")
-    elif time_s <= best_s * (1 + ROUNDING):
-        return [*lines, "  It is as fast as the winner."]
-    comparison = compare(*entries_of(problem, [winner, entry]))
-    lines += [f"  {words}: the winner has {value}, and it {other}" for words, value, other in comparison.changes]
-    if time_s > best_s:
-        lines += ["  The winner compared with it:", *(f"    {sentence}" for sentence in comparison.sentences)]
-    return lines
+    lines = [f"It takes {time_text(entry.iteration_time_s)} and {peak} on the fullest rank.", *left_out]
+    if result.entries:
+        ratio = entry.iteration_time_s / result.entries[0].iteration_time_s
+        changes, sentences = compare(*entries_of(problem, [result.entries[0], entry]))
+        lines += [f"{words}: the winner has {value}, and it {other}" for words, value, other in changes]
+        if ratio < 1 - ROUNDING:
+            why = "" if left_out else "; the search did not come to it, or a rule of --explain leaves it out"
+            lines.append(f"It is {1 - ratio:.1%} faster than the winner{why}.")
+        else:
+            lines += ["The winner compared with it:", *(f"  {sentence}" for sentence in sentences)]
+    return [title, *(f"  {line}" for line in lines)]
 
 
-def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchResult) -> Iterator[str]:
-    """Yield the differences between the questions of the search and of the strategy."""
-    if strategy.world_size != problem.cluster.num_devices:
-        yield (
-            f"It uses {strategy.world_size} of the {problem.cluster.num_devices} devices, and every strategy of the "
-            "ranking uses all (--devices-at-most)."
-        )
-    if strategy.global_batch_size != problem.global_batch_size:
+def _left_out(strategy: Strategy, asked: Question) -> Iterator[str]:
+    """Yield the values of a strategy that the question, its flags or the search leave out."""
+    number, constraints = asked.problem.cluster.num_devices, asked.constraints
+    if strategy.world_size != number:
+        yield f"It uses {strategy.world_size} of the {number} devices, and the ranking all (--devices-at-most)."
+    if strategy.global_batch_size != asked.problem.global_batch_size:
         yield f"Its batch of {strategy.global_batch_size} sequences is not the one that was searched for."
-    interleaves = strategy.num_model_chunks > 1 < strategy.num_token_slices
-    if interleaves and not problem.may_interleave_slices:
-        flags = f"--schedule {strategy.schedule} --num-token-slices {strategy.num_token_slices}"
-        yield f"The search tries {UNPROVEN}: {flags}."
-    stages = {entry.strategy.zero_stage for entry in result.entries}
-    if problem.precision == "bf16" and stages and strategy.zero_stage < min(stages):
-        yield "ZeRO 0 adds bf16 gradients up in bf16, with few digits: set --zero-stage 0 to search it."
-
-
-def _not_searched(strategy: Strategy, asked: Question) -> Iterator[str]:
-    """Yield the values of a strategy that flags or the search leave out."""
-    constraints = asked.constraints
     for each in DIMENSIONS:
         value, values = getattr(strategy, each.name), asked.choices.values.get(each.name)
         if each.name == "token_slices":

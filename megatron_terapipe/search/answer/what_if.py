@@ -91,7 +91,7 @@ def what_ifs(
         *with_less_headroom(asked, result.too_full, winner),
         *on_fewer_devices(asked, winner, progress, training),
         *at_published_mfu(asked.problem, winner),
-        *other_constants(result.contenders, asked.pricing, asked.costs.calibration),
+        *other_constants(result.contenders, asked.pricing.cost_model, asked.costs.calibration),
     ]
 
 

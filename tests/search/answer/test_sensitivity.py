@@ -10,10 +10,9 @@ from megatron_terapipe.search.learn.calibration import NETWORK, no_calibration
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved
-from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.rank.search import Ranked, contenders_of, ranked_in_order
 from megatron_terapipe.strategy import Strategy
-from tests.search.problems import FAST, small_cluster, small_problem
+from tests.search.problems import small_problem
 
 REPLICAS = Strategy(data_parallel_size=4, global_batch_size=32)
 PIPELINE = Strategy(pipeline_parallel_size=4, global_batch_size=32)
@@ -43,7 +42,7 @@ def near_tie() -> Pricing:
 def test_a_bandwidth_that_decides_is_found() -> None:
     pricing = near_tie()
     contenders = contenders_of(ranked(pricing, REPLICAS, PIPELINE))
-    found = list(other_constants(contenders, pricing, no_calibration()))
+    found = list(other_constants(contenders, pricing.cost_model, no_calibration()))
     # Faster networks suit replicas, slower ones the pipeline.
     step = -log(FACTOR) if contenders[0].strategy == REPLICAS else log(FACTOR)
     (change,) = (each for each in found if each.name == "network")
@@ -60,7 +59,7 @@ def test_constants_are_moved_by_their_uncertainty() -> None:
     pricing = near_tie()
     contenders = contenders_of(ranked(pricing, REPLICAS, PIPELINE))
     trials_on = {name: replace(no_calibration(), efficiency=HardwareEfficiency(), several_nodes=name) for name in BOTH}
-    known, unknown = (list(other_constants(contenders, pricing, trials_on[name])) for name in BOTH)
+    known, unknown = (list(other_constants(contenders, pricing.cost_model, trials_on[name])) for name in BOTH)
     assert "network" not in {each.name for each in known} and "network" in {each.name for each in unknown}
     (change,) = (each for each in known if each.value == "network_efficiency")
     assert change.name == "constant" and change.change > 0.01 and change.strategy == contenders[1].strategy.to_json()
@@ -68,31 +67,14 @@ def test_constants_are_moved_by_their_uncertainty() -> None:
     assert [each.change for each in known] == sorted((each.change for each in known), reverse=True)
     # Trials that determine the constants leave nothing to change.
     intervals = replace(known_intervals := no_calibration().intervals, covariance=1e-8 * known_intervals.covariance)
-    sure = other_constants(contenders, pricing, replace(trials_on[True], intervals=intervals))
-    assert all("does not fit" in each.line for each in sure)
-    assert all("does not fit" in each.line for each in other_constants(contenders[:1], pricing, no_calibration()))
+    sure = other_constants(contenders, pricing.cost_model, replace(trials_on[True], intervals=intervals))
+    assert not list(sure) and not list(other_constants(contenders[:1], pricing.cost_model, no_calibration()))
 
 
 BOTH = (True, False)
 
 
-def test_memory_that_runs_out_is_found() -> None:
-    problem = small_problem(global_batch_size=32)
-    large, lean = replace(REPLICAS, micro_batch_size=8), replace(REPLICAS, micro_batch_size=1, recompute="full")
-    peak = max(rank.total for rank in Pricing(problem.workload, problem.cluster).memory_model.predict(large))
-    pricing = Pricing(problem.workload, small_cluster(device=replace(FAST, memory_bytes=peak * 1.01)))
-    contenders = ranked(pricing, large, lean)
-    contenders.sort(key=lambda entry: entry.strategy != large)
-    short = [each for each in other_constants(contenders, pricing, no_calibration()) if "not fit" in each.line]
-    found = {each.value: each.strategy for each in short}
-    assert found["activation_factor"] == lean.to_json() and found["framework_bytes"] in (None, lean.to_json())
-
-
 def test_shares_stay_shares() -> None:
-    overheads = MemoryOverheads()
-    widths = widths_of(overheads, no_calibration())
-    assert {name for name, *_ in moves_of(overheads, widths)} == set(widths) and "usable_share" not in widths
-    assert set(widths_of(overheads, replace(no_calibration(), num_memory_trials=9)).values()) == {0.12, 0.08, 0.03}
     efficiency = moved(HardwareEfficiency(), ["gemm_efficiency"], 0.13)
     widths = widths_of(efficiency, no_calibration())
     for name, logarithm, constants in moves_of(efficiency, widths):
