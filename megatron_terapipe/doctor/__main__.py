@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, write_json
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, up_to, write_json
 from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.runtime.launch import is_this_host
 from megatron_terapipe.errors import ConfigError
@@ -48,10 +48,11 @@ def build_parser(prog: str) -> CommandParser:
         default="pdsh",
         help="DeepSpeed's name of the launcher; ssh for torchrun and others started by hand (default: pdsh)",
     )
+    port = up_to(65_535)
     launch.add_argument(
-        "--master-port", type=int, metavar="N", default=29500, help="port of the rendezvous (default: 29500)"
+        "--master-port", type=port, metavar="N", default=29500, help="port of the rendezvous (default: 29500)"
     )
-    launch.add_argument("--ssh-port", type=int, metavar="N", help="port of sshd (default: as in ssh's settings)")
+    launch.add_argument("--ssh-port", type=port, metavar="N", help="port of sshd (default: as in ssh's settings)")
     how = parser.add_argument_group("checks")
     how.add_argument(
         "--timeout", type=float, metavar="SECONDS", default=60.0, help="time limit of each host (default: 60)"
@@ -68,9 +69,6 @@ def build_parser(prog: str) -> CommandParser:
 
 def _run(options: argparse.Namespace, prog: str) -> int:
     """Check, print, and return the exit code: 1 if there are errors."""
-    for flag, port in (("--master-port", options.master_port), ("--ssh-port", options.ssh_port)):
-        if port is not None and not 1 <= port <= 65535:
-            raise ConfigError(f"{flag} {port} is not a port: give a number from 1 to 65535")
     if not 1 <= options.timeout <= 600:
         raise ConfigError(f"--timeout {options.timeout:g} is not from 1 to 600: give seconds")
     hosts = _hosts(options.hostfile)

@@ -48,7 +48,7 @@ def test_errors_and_a_bad_directory_give_exit_code_1(tmp_path: Path, capsys: pyt
     [
         (["--hostfile", "missing"], "--hostfile missing"),
         (["--hostfile", "hostfile"], "hostfile: line 1 of the hostfile"),
-        (["--master-port", "70000"], "--master-port 70000"),
+        (["--master-port", "70000"], "--master-port: 70000 is not a whole number from 1 to 65,535"),
         (["--timeout", "0"], "--timeout 0"),
         (["--launcher", "rsh"], "--launcher"),
         (["--verbos"], "--verbos"),

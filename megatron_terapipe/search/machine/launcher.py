@@ -76,10 +76,9 @@ def launcher() -> str:
 def variables(*, on_cpu: bool) -> dict[str, str]:
     """Return the environment of a launch: this process's, without a launcher's variables, and MLflow's passwords."""
     # DeepSpeed sends MLflow's variables to other hosts and prints them; the trainer reads none.
-    found = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
-    return {name: found[name] for name in found if name not in OF_A_LAUNCHER} | (
-        {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
-    )
+    left_out = [name for name in os.environ if name.startswith("MLFLOW") or name in OF_A_LAUNCHER]
+    found = {name: value for name, value in os.environ.items() if name not in left_out}
+    return found | ({"DS_ACCELERATOR": "cpu"} if on_cpu else {})
 
 
 def free_port() -> int:
