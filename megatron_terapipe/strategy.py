@@ -138,9 +138,6 @@ class Strategy:
         flag_help=(8, "lengths of the token slices: 704,688,656"),
         label=(7, "lengths of token slices"),
         none="equal",
-        column=(13, "cut"),
-        usual="even",
-        dropped=2,
         tie=13,
     )
     """Their lengths in tokens; None = as equal as can be."""
@@ -300,9 +297,6 @@ class Strategy:
         axis="partition",
         flag_help=(14, f"rules among uniform, parameters, {SOLVED}; or the bounds of one partition: 0,5,12"),
         label=(14, "stage partition"),
-        column=(14, "stages"),
-        usual="uniform",
-        dropped=1,
         tie=12,
     )
     """How layers are dealt to stages: a rule, or the first layer of each stage and the end of the last."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD, granularity_of
+from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
 from megatron_terapipe.dimensions import Dimension, ordered_for
 from megatron_terapipe.search.answer.json_documents import DecisionPart, PredictedPart, RankedEntry, Ranking, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -172,8 +172,6 @@ LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
 USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
 """Columns that are left out where every row has this text."""
 
-LONGEST = 23  # letters of a list of numbers; the JSON has all of it
-
 
 def heading(ranking: Ranking) -> str:
     """Return the model, the batch and the cluster of a ranking in one line."""
@@ -187,10 +185,10 @@ def heading(ranking: Ranking) -> str:
     )
 
 
-def cells(entry: RankedEntry, seq_length: int) -> dict[str, str]:
+def cells(entry: RankedEntry) -> dict[str, str]:
     """Return the text of each column for an entry, by its name."""
     strategy, prediction = Strategy.from_json(entry.strategy), entry.predicted
-    row = {"rank": str(entry.rank), **{name: _cell(each, strategy, seq_length) for each, name in COLUMNS}}
+    row = {"rank": str(entry.rank), **{name: _cell(each, strategy) for each, name in COLUMNS}}
     if prediction is not None:
         row |= {
             "time": time_text(prediction.iteration_time_s),
@@ -205,35 +203,17 @@ def cells(entry: RankedEntry, seq_length: int) -> dict[str, str]:
     return row | {"variants": f"{entry.variants:,}" if entry.variants else "", "why not": entry.reason or ""}
 
 
-def rows_of(entries: Sequence[RankedEntry], seq_length: int) -> tuple[list[str], list[dict[str, str]]]:
+def rows_of(entries: Sequence[RankedEntry]) -> tuple[list[str], list[dict[str, str]]]:
     """Return the names of the columns with any text, and the rows."""
-    rows = [cells(entry, seq_length) for entry in entries]
+    rows = [cells(entry) for entry in entries]
     names = list(dict.fromkeys(name for row in rows for name in row))
     # Prices come before the reason, also where the first row has none.
     names.sort(key=lambda name: name == "why not")
     return [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in rows)], rows
 
 
-def _cell(dimension: Dimension, strategy: Strategy, seq_length: int) -> str:
+def _cell(dimension: Dimension, strategy: Strategy) -> str:
     value = getattr(strategy, dimension.name)
-    if dimension.name == "token_slices":
-        return _cut(strategy, seq_length)
     if value is None:
         return dimension.none
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return _short(value) if isinstance(value, tuple) else str(value)
-
-
-def _cut(strategy: Strategy, seq_length: int) -> str:
-    """Return the lengths of the token slices, or "even" if they are as equal as the places to cut at let them be."""
-    if strategy.token_slices is None:
-        return "even"
-    step = granularity_of(seq_length, strategy.num_token_slices, strategy.granularity)
-    is_even = max(strategy.token_slices) - min(strategy.token_slices) <= step
-    return "even" if is_even else _short(strategy.token_slices)
-
-
-def _short(value: tuple[int, ...]) -> str:
-    text = ",".join(map(str, value))
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return str(value) if not isinstance(value, bool) else "yes" if value else "no"

@@ -127,7 +127,7 @@ def _why(first: RankedEntry, second: RankedEntry) -> str:
 
 def _ranking(document: RankDocument) -> str:
     entries = document.entries[:MOST_ROWS]
-    names, rows = rows_of(entries, document.model.seq_length)
+    names, rows = rows_of(entries)
     head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
     kinds = {name: "left why" if name == "why not" else "left" if name in LEFT else "" for name in names}
     lines = []

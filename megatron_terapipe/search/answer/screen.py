@@ -48,13 +48,14 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
         console.print(line, markup=False, highlight=False)
     if not entries:
         return
-    names, rows = rows_of(entries, ranking.model.seq_length)
+    names, rows = rows_of(entries)
     shared = _shared(names, rows)
-    shown = _fitting([name for name in names if name not in shared], rows, console.width)
+    shown = _fitting([name for name in names if name not in shared and name != "why not"], rows, console.width)
     console.print(_table(entries, shown, rows))
     legend = [f"{name}: {words}" for name, words in EXPLAINED.items() if name in shown or name in shared]
     lines = [f"all rows: {', '.join(f'{name} {text}' for name, text in shared.items())}"] if shared else []
     lines += [", ".join(legend)] if legend else []
+    lines += [f"rank {entry.rank} cannot run: {entry.reason}" for entry in entries if not entry.feasible]
     for line in (*lines, *_why_first(ranking.priced)):
         console.print(line, markup=False, highlight=False)
 
@@ -114,8 +115,8 @@ def _shared(names: Sequence[str], rows: Sequence[dict[str, str]]) -> dict[str, s
 
 
 def _fitting(names: list[str], rows: list[dict[str, str]], width: int) -> list[str]:
-    """Return the columns that a line has room for; the reason, which wraps, counts no more than its title."""
-    widths = {name: max(map(len, [name, *(row.get(name, "") for row in rows if name != "why not")])) for name in names}
+    """Return the columns that a line has room for."""
+    widths = {name: max(map(len, [name, *(row.get(name, "") for row in rows)])) for name in names}
     kept = list(names)
     for name in DROPPED_FIRST:
         if sum(widths[each] + 2 for each in kept) <= width:
@@ -132,7 +133,7 @@ def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[dict[str
 
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in names:
-        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
     for entry, row in zip(entries, rows, strict=True):
         style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
         # As `Text`, so that brackets in a name are not markup.
