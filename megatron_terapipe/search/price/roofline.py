@@ -212,6 +212,10 @@ CAST_BYTES = 4
 columns (1 + 1), of which one is for the product of the weight's gradient (docs.nvidia.com/deeplearning/
 transformer-engine, `nvte_cast_transpose`)."""
 
+PADDING = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
+"""Copies of the rows of experts before and after their products in 8 bits, which take a multiple of 16 rows of each
+(`fp8_padding` and `fp8_unpadding` of megatron/core/transformer/moe/experts.py) [hidden state of a row]."""
+
 RECURRENCE_KERNELS = 12
 """Kernels of the forward of a recurrence: convolution, activation, steps, scan in a few kernels, norm and gate."""
 
@@ -392,6 +396,8 @@ class Roofline:
         rows, here = cut * query.expert_rows(experts), cut * experts.number / query.expert_parallel_size
         for product in experts.products:
             yield self._expert_product(product, device, rows, here, cut)
+        if self._casts:
+            yield self._operator(PADDING, device, rows * hidden)
         if experts.parameters > experts.number * experts.weights:
             bias = self._operator(operators.expert_bias, device, rows * hidden)
             kernels = {name: here * getattr(bias, name) for name in ("forward_kernels", "input_kernels")}
@@ -426,8 +432,8 @@ class Roofline:
             self.product_s(device, filled, outputs, inputs, matrices) + self._cast_s(device, rows * outputs),
             self.product_s(device, matrices * inputs, rows / matrices, outputs, matrices)
             + self._moving_s(device, adding * weights),
-            forward_kernels=launches * kernels.forward_kernels,
-            input_kernels=launches * kernels.backward_kernels / 2,
+            forward_kernels=launches * kernels.forward_kernels + matrices * self._casts,
+            input_kernels=launches * kernels.backward_kernels / 2 + matrices * self._casts,
             weight_kernels=launches * kernels.backward_kernels / 2,
         )
 
