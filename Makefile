@@ -49,8 +49,8 @@ test-fast: $(VENV)/installed ## the tests that start no ranks and no programs, a
 test-all: $(VENV)/installed ## all tests on all setups, and what `make test` proves elsewhere
 	$(PYTEST) --all-setups --durations=30
 
-# With --jobs 2 they run side by side, the longest first.
-check: docs types architecture audit style ## style, types, layers, the site, and known vulnerabilities of dependencies
+# With --jobs 2 they run side by side, the longest first. The site finds modules that the first has compiled.
+check: architecture types docs audit style ## style, types, layers, the site, and known vulnerabilities of dependencies
 
 # All tests are collected, so that modules and the optimiser are compiled once, before many processes need them.
 architecture: $(VENV)/installed

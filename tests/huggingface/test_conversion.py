@@ -140,12 +140,6 @@ def test_a_model_may_be_written_as_another_family_that_has_it(tmp_path: Path, to
         torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=TOLERANCE)
 
 
-transformers = pytest.importorskip("transformers")
-safetensors_torch = pytest.importorskip("safetensors.torch")
-
-TOLERANCE = 1e-4
-
-
 def convert(command: str, load: Path, output: Path, *more: str) -> None:
     assert main([command, "--load", str(load), "--output", str(output), *more]) == 0
 
