@@ -11,7 +11,8 @@ warm-up forward, when
     interleaved   min((V - 1) G S + S - 1 + 2 (P - i - 1) + 1, V M S)           (`plan.schedules`, groups of G)
     gpipe         V M S, and so breadth-first
 
-token slices are live on rank i. `price.activations.peak_held` counts the same op by op for strategies that may win.
+token slices are live on rank i; with zero-bubble the weight gradients of i of them wait.
+`price.activations.peak_held` counts the same op by op for strategies that may win.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,14 +126,18 @@ class GridMemory:
         of_stage = self._model.stage_bytes(counts, self._of_kinds, input_sequences=self._input_sequences)
         model_chunks = len(counts.per_stage) // num_ranks
         tokens = self._live_tokens(schedule, num_ranks, model_chunks, tuple(ranks))
+        # Of a rank's live token slices, those whose weight gradients wait: as many as there are ranks before it.
+        delayed = np.array(ranks)[:, None, None] if schedule == "zero-bubble" else 0
+        delayed = np.minimum(delayed, self._micro_batches * self._num_token_slices - 1)
+        turned = np.broadcast_to((self._token_slice * delayed)[..., None], tokens.shape)
 
         def of_ranks(part: ScalarOrArray) -> Floats:
             """[stages, R, Q] -> [ranks, V, R, Q]."""
             part = np.asarray(part)
             return np.asarray(part.reshape(model_chunks, num_ranks, *part.shape[1:])[:, ranks].swapaxes(0, 1))
 
-        def live(part: ScalarOrArray) -> Floats:
-            """[stages, R, Q] bytes of a token -> [ranks, B, S, R, Q]."""
+        def held(part: ScalarOrArray, tokens: Floats) -> Floats:
+            """[stages, R, Q] bytes of a token, [ranks, B, S, V] tokens -> [ranks, B, S, R, Q]."""
             found = of_ranks(part)
             flat = tokens @ found.reshape(len(ranks), 1, model_chunks, -1)
             return np.asarray(flat.reshape(*tokens.shape[:3], *found.shape[2:]))
@@ -142,14 +147,16 @@ class GridMemory:
         whole, part = self._sequence[:, :, None, None], self._token_slice[:, :, None, None]
         before = whole - part
         sequences = np.where(before > 0, whole / self._model.workload.seq_length, 0.0)
-        kept = live(of_stage.token.activations + of_stage.token.key_values)
+        kept = held(of_stage.token.activations + of_stage.token.key_values, tokens)
+        if schedule == "zero-bubble":
+            kept = kept - held(of_stage.token.freed_by_input_gradient + of_stage.token.key_values, turned)
         if self._offloads.any():
             # All else may wait on the host: this backward reads the keys and values of the whole sequence.
             inputs = of_ranks(of_stage.inputs)[:, -1, None, None]
             kept = np.where(self._offloads, whole * last.key_values + part * (last.activations - inputs), kept)
         head_working = of_ranks(of_stage.head_working)[:, -1, None, None]
         # Logits of a recomputed stage are there only in its backward.
-        logits = np.where(self._of_stages, part * last.logits, live(of_stage.token.logits))
+        logits = np.where(self._of_stages, part * last.logits, held(of_stage.token.logits, tokens - turned))
         return Held(
             activations=kept,
             key_values=before * last.key_value_gradients + sequences * last.window_gradients,
@@ -166,8 +173,11 @@ class GridMemory:
 
 
 def _ranks_to_look_at(counts: LayerCounts) -> list[int]:
-    held = counts.parameters, counts.parameters + counts.expert_parameters, counts.per_rank.sum(axis=1)
-    return sorted({0, len(counts.parameters) - 1, *(int(np.argmax(each)) for each in held)})
+    last = len(counts.parameters) - 1
+    whole = counts.parameters + counts.expert_parameters
+    fullest = (int(np.argmax(each)) for each in (counts.parameters, whole, counts.per_rank.sum(axis=1)))
+    # Of equal ranks the first holds most with 1f1b, the last with zero-bubble.
+    return sorted({0, last, *fullest, last - int(np.argmax(whole[::-1]))})
 
 
 def live_token_slices(

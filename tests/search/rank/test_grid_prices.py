@@ -62,7 +62,7 @@ FEW = {"num_token_slices": (1, 3), "num_model_chunks": (1, 2), "stage_partition"
         ("uniform", EXPERTS, FEW),
     ],
 )
-def test_bounds_of_time(name: str, features: dict[str, Any], others: dict[str, Any]) -> None:
+def test_bounds_of_time_and_memory(name: str, features: dict[str, Any], others: dict[str, Any]) -> None:
     problem = small_problem(CLUSTERS[name], global_batch_size=16, num_layers=13, **features)
     efficiency = HardwareEfficiency(op_s=1e-4)
     pricings = [Pricing(problem.workload, order, efficiency=efficiency) for order in node_orders(problem.cluster)]
@@ -71,7 +71,12 @@ def test_bounds_of_time(name: str, features: dict[str, Any], others: dict[str, A
     for grid in price_space(problem, coarse(problem, **others), pricings, SearchCounts()):
         for index in rng.choice(len(grid.places), size=min(6, len(grid.places)), replace=False).tolist():
             strategy = grid.strategy(index, problem)
-            simulated = pricings[grid.node_order].predict(strategy).iteration_time_s
+            pricing = pricings[grid.node_order]
+            predicted, smallest = pricing.predict(strategy), pricing.cost_model.groups(strategy).smallest
+            simulated = predicted.iteration_time_s
+            full = max(rank.total / one.memory_bytes for rank, one in zip(predicted.memory, smallest, strict=True))
+            # Token slices of unequal lengths count as equal ones.
+            assert grid.fullness[index] <= full * 1.002, strategy
             assert grid.bound[index] <= simulated * (1 + 1e-9), strategy
             ratios.append(grid.bound[index] / simulated)
             estimates.append(grid.estimate[index] / simulated)
@@ -120,6 +125,7 @@ def test_strategies_rejected_for_memory_do_not_fit(features: dict[str, Any], oth
         ([1, 1, 1, 1], [0, 0, 0, 0], [2, 2, 2, 2], [0, 3]),
         ([1, 3, 1, 1, 1], [0, 0, 0, 0, 0], [2, 2, 3, 2, 2], [0, 1, 2, 4]),
         ([3, 2, 2, 2], [0, 0, 9, 5], [2, 2, 2, 1], [0, 2, 3]),  # experts after dense layers
+        ([3, 2, 2, 2, 2], [0, 9, 9, 9, 5], [2, 2, 2, 2, 1], [0, 1, 3, 4]),
     ],
 )
 def test_the_fullest_rank_is_among_those_that_are_counted(
