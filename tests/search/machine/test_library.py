@@ -62,7 +62,6 @@ def test_figures_are_dense_and_in_their_units(entry: library.LibraryDevice) -> N
     assert 20 < device.half_flops / device.memory_bandwidth < 420
     assert 1 <= device.half_flops / device.single_flops <= 32
     assert 7e9 < device.memory_bytes < 310e9
-    assert entry.power_w is not None and 0.05 < device.half_flops / 1e12 / entry.power_w < 2.5
     # The memory in the name is right within the share of error correction and the driver.
     sizes = [int(part[:-2]) for part in device.name.split("-") if part.endswith("GB")]
     assert all(0.95 < device.memory_bytes / 2**30 / size < 1.02 for size in sizes) or "H200" in device.name
