@@ -361,7 +361,7 @@ def _answer(
     known = f"Measured: {run}." if run else f"It was never measured {kind} on such devices."
     if run and not ours:
         known += f" {problem.software.title} never was: run a trial of rank 1 before it is preferred."
-    advised = f": --software {software.name}" if ratio <= FASTER and software is not ALST else ""
+    advised = "; see --software" if ratio <= FASTER and software is not ALST else ""
     time, measured = time_text(price.iteration_time_s), "measured" if run else "never measured"
     return WhatIfPart(
         name=software.name,

@@ -29,6 +29,8 @@ DROPPED_FIRST = tuple(
             (6, "variants"),
             (10, "tokens/s"),
             (11, "MFU"),
+            (12, "device hours"),
+            (13, "mbs"),
             *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
         ]
     )
