@@ -12,7 +12,10 @@ Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei e
 each group of trials is predicted by a fit without it (`GroupEffects.unseen`), and the multiplier is the
 quantile of |error| / scale, with the scale that this fit gives. Trials of one group are alike, so where there are few
 groups the quantile is drawn to Student's t-distribution. Fewer than nine groups do not determine nine tenths: they may
-widen an interval beyond a normal distribution, and not narrow it.
+widen an interval beyond that distribution, and not narrow it.
+
+Constants are used only if fits without a group predict it better than the defaults: a few trials, or trials with errors
+that no constant explains, move constants, which then harm other layouts.
 
 Memory: as with times, constants are fitted as logarithms around their defaults, with a loss that is robust against odd
 readings. The memory of the device is a lower bound of the peak of a run out of memory, and an upper bound where no
@@ -63,7 +66,6 @@ USUAL_RESIDUAL_SD = 0.05
 published trials of several clusters."""
 
 USUAL_GROUPS = 4  # groups that it weighs as much as: trials of few groups may agree with a fit by chance
-SURE = 2.0  # standard errors by which groups must be predicted worse, by fits without them, to leave a fit out
 NORMAL = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 PRIOR_GROUPS = 2
@@ -122,25 +124,34 @@ def conformal(
         slopes: [n, p] of log(time).
         residual_sd: standard deviation of the errors, the fit's freedom taken off.
     """
-    from scipy.special import stdtrit
-
     count = len(groups)
     spread = sqrt((count * residual_sd**2 + USUAL_GROUPS * USUAL_RESIDUAL_SD**2) / (count + USUAL_GROUPS))
     # Trials count as much as they did in the fit: less where they are far off.
     variances = spread**2 / weights_of(errors / NOISE, LARGE)
     unseen_errors, unseen_variances = groups.unseen(errors, slopes, variances, prior.widths)
-    scores = np.abs(unseen_errors) / np.sqrt(spread**2 + unseen_variances)
-    seen_share = count / (count + PRIOR_GROUPS)
-    usual = float(stdtrit(count + 1, (1 + COVERAGE) / 2))
-    multiplier = conformal_quantile(scores, COVERAGE) ** seen_share * usual ** (1 - seen_share)
-    determined = ceil((count + 1) * COVERAGE) <= count
     return Intervals(
         coverage=COVERAGE,
-        multiplier=multiplier if determined else max(multiplier, NORMAL),
+        multiplier=multiplier_of(np.abs(unseen_errors) / np.sqrt(spread**2 + unseen_variances), count),
         residual_sd=hypot(spread, groups.offset),
         covariance=groups.covariance(slopes, variances, prior.widths),
         parameter_names=prior.names,
     )
+
+
+def multiplier_of(scores: Floats, num_groups: int, least: float | None = None) -> float:
+    """Return half the width of intervals in scales, from the scores [n] of the trials of so many groups.
+
+    Args:
+        least: multiplier that groups which are too few do not go below; None = Student's t-distribution. One
+            group leaves constants about as unsure as their prior, which is wide enough.
+    """
+    from scipy.special import stdtrit
+
+    seen_share = num_groups / (num_groups + PRIOR_GROUPS)
+    usual = float(stdtrit(num_groups + USUAL_GROUPS - 1, (1 + COVERAGE) / 2))
+    multiplier: float = conformal_quantile(scores, COVERAGE) ** seen_share * usual ** (1 - seen_share)
+    determined = ceil((num_groups + 1) * COVERAGE) <= num_groups
+    return multiplier if determined else max(multiplier, least or (usual if num_groups > 1 else NORMAL))
 
 
 def conformal_quantile(scores: Floats, coverage: float) -> float:
@@ -307,6 +318,13 @@ class Calibration:
             **found,
         )
 
+    def of_memory(self) -> "Calibration":
+        """Return only the constants of memory: for several nodes if trials ran on one, and the reverse."""
+        ran, asked = ("several nodes", "one") if self.several_nodes else ("one node", "several")
+        note = f"the trials ran on {ran}, so constants of times on {asked} are the defaults: give trials of both"
+        times: dict[str, Any] = {"efficiency": None, "factors": None, "other_kinds": None, "kinds": (), "num_trials": 0}
+        return replace(self, intervals=uncalibrated(), notes=(*self.notes, note), **times)
+
     def on(self, cluster: Cluster) -> "Calibration":
         """Return this calibration on a cluster: constants of links that the trials did not run on are the defaults."""
         if self.efficiency is None:
@@ -388,7 +406,10 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
 
 
 def _fitted(sample: Sample, prior: Prior[Any], before: Intervals) -> dict[str, Any]:
-    """Return constants and their intervals; `before` and a note where fits without a group predict it worse."""
+    """Return constants and their intervals; `before` and a note where fits without a group do not predict it better.
+
+    Where there are few groups, fits without a trial predict it.
+    """
     fitted, seen = fit(sample, prior), ~sample.cut_off
     name = "factors" if isinstance(prior.start, ProfileFactors) else "efficiency"
     found = {name: fitted.constants}
@@ -398,16 +419,19 @@ def _fitted(sample: Sample, prior: Prior[Any], before: Intervals) -> dict[str, A
     errors = sample.errors(sample.times(fitted.constants) * sample.simulated_ratio(fitted.constants))[seen]
     slopes = sample.slopes(fitted.constants, prior.names)[seen]
     variances = max(fitted.residual_sd, NOISE) ** 2 / weights_of(errors / NOISE, LARGE)
-    unseen_errors, _ = groups.unseen(errors, slopes, variances, prior.widths)
-    after, defaults = (groups.means(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
-    worse = after - defaults
-    if len(groups) >= USUAL_GROUPS and np.mean(worse) > SURE * np.std(worse) / sqrt(len(groups)):
+    left_out, what = (groups, "group") if len(groups) >= USUAL_GROUPS else (groups.apart(), "trial")
+    unseen_errors, _ = left_out.unseen(errors, slopes, variances, prior.widths)
+    after, defaults = (left_out.means(np.abs(each)) for each in (unseen_errors, fitted.errors_before[seen]))
+    better = defaults - after
+    if len(better) > 1 and np.mean(better) <= np.std(better) / sqrt(len(better)):
         first, means = sample.trials[0], [f"{100 * each.mean():.1f}%" for each in (after, defaults)]
         note = (
             f"constants fitted to {len(sample)} trials of {first.source or first.path} are not used: fits without a "
-            f"group predict it worse than the defaults (mean error {means[0]}, not {means[1]})"
+            f"{what} predict it no better than the defaults (mean error {means[0]}, not {means[1]})"
         )
-        return {"intervals": before, "notes": (note,)}
+        scores = np.abs(fitted.errors_before[seen]) / (before.half_width(slopes) / before.multiplier)
+        multiplier = multiplier_of(scores, len(groups), before.multiplier)
+        return {"intervals": replace(before, multiplier=multiplier), "notes": (note,)}
     intervals, other_kinds = (
         conformal(errors, slopes, each, prior=prior, residual_sd=fitted.residual_sd)
         for each in (groups, fitted.kinds.some(seen))

@@ -5,8 +5,8 @@
     propose_strategies     the few trials that reduce uncertainty most
 
 A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Times on one node
-and on several are calibrated apart where there are enough of both, since hundreds of the one would outvote some of the
-other; a few of the other make constants surer. Trials without a source are of any cluster. Clusters without trials keep
+and on several are calibrated apart: constants of one node predict several nodes worse than the defaults, and the
+reverse. Memory is calibrated on all of them. Trials without a source are of any cluster. Clusters without trials keep
 the defaults.
 
 Choice of trials: with slopes J of log(time), a trial of strategy i changes the covariance C of the constants'
@@ -58,8 +58,6 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-ENOUGH = 8  # trials on one node, and on several, from which on they are calibrated apart
-
 Progress = Callable[[str], None]
 
 
@@ -105,14 +103,16 @@ class Calibrations:
         if not trials:
             # The only one that was read from a file for such a cluster.
             ready = list(filter(matches, self._ready))
-            alike_ready = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
-            return alike_ready[0] if len(alike_ready) == 1 else self._none
+            alike_ready = [one for one in ready if one.several_nodes in (several_nodes, None)]
+            of_others = alike_ready or [one.of_memory() for one in ready]
+            return of_others[0] if len(of_others) == 1 else self._none
         alike = [one for one in trials if one.site[2] == several_nodes]
-        chosen = alike if min(len(alike), len(trials) - len(alike)) >= ENOUGH else trials
-        self._progress(f"calibrating on {len(chosen)} trials of {chosen[0].source or chosen[0].path} ({device})")
+        if not alike:
+            return Calibration.of(trials, None, intervals=self._none.intervals).of_memory()
+        self._progress(f"calibrating on {len(alike)} trials of {alike[0].source or alike[0].path} ({device})")
         if self._profile is None:
-            return calibrate(chosen, trials)
-        return calibrate_on_profile(chosen, self._profile, trials)
+            return calibrate(alike, trials)
+        return calibrate_on_profile(alike, self._profile, trials)
 
 
 FORMAT, VERSION = "terapipe calibration", 2
@@ -221,7 +221,7 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
         entries = read_calibrations(path)
         known = sorted({one.device for one in entries})
         found = Calibrations(ready=entries).of("", device, several_nodes)
-    if not found.num_trials and not found.num_memory_trials:
+    if not found.num_trials and not found.num_memory_trials and not found.notes:
         if path.endswith(".jsonl") and alike:
             raise ConfigError(
                 f"{path}: none of its {len(alike)} trials on {device} has a time or a peak: give some that ran"

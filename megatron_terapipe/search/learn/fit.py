@@ -83,6 +83,10 @@ class GroupEffects:
         chosen = [group for group, used in zip(self._groups, which, strict=True) if used]
         return GroupEffects(chosen, self.share, self.offset)
 
+    def apart(self) -> "GroupEffects":
+        """Return each trial as a group of its own, which differs as much from others."""
+        return GroupEffects(range(len(self._groups)), self.share, self.offset)
+
     def _covariances(
         self, slopes: Floats, variances: Floats, widths: Floats
     ) -> Iterator[tuple[NDArray[np.int64], Floats]]:

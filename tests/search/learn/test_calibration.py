@@ -41,6 +41,8 @@ from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.strategy import Strategy
 from tests.search.learn.synthetic import CLUSTER, STRATEGIES, a100s, failed, measured, model_with
 
+SLOW = HardwareEfficiency(gemm_efficiency=0.6, launch_s=60e-6, inside_efficiency=0.5)
+
 
 def test_quantile_has_its_coverage() -> None:
     random = np.random.default_rng(1)
@@ -64,8 +66,7 @@ def test_intervals_widen_with_distance_from_the_trials() -> None:
 
 
 def test_intervals_contain_unseen_trials() -> None:
-    true = HardwareEfficiency(launch_s=60e-6, inside_efficiency=0.5)
-    trials = measured(efficiency=true, noise=0.05)
+    trials = measured(efficiency=SLOW, noise=0.05)
     calibration = calibrate(trials[::2])
     model = model_with(calibration.efficiency)
     unfitted = model_with()
@@ -107,7 +108,7 @@ def test_few_groups_do_not_narrow_intervals() -> None:
         slopes = np.full((2 * num_groups, len(prior.names)), 0.1)
         return conformal(errors, slopes, groups, prior=prior, residual_sd=1e-3).multiplier
 
-    assert multiplier(4) == NORMAL
+    assert NORMAL < multiplier(4) < 2.1
     assert multiplier(40) < NORMAL / 4
 
 
@@ -180,7 +181,7 @@ DEVICE = CLUSTER.nodes[0].device.name
 
 @pytest.fixture(scope="module")
 def calibration() -> Calibration:
-    return calibrate(measured(STRATEGIES[:4], noise=0.05))
+    return calibrate(measured(STRATEGIES[:4], noise=0.05, efficiency=SLOW))
 
 
 def written(tmp_path: Path, *calibrations: Calibration) -> str:
@@ -229,7 +230,7 @@ def a_width(calibration: Calibration, strategy: Strategy) -> float:
 
 def test_intervals_are_wider_for_kinds_without_trials() -> None:
     """Many trials of one hidden size and recomputation are one group for the others."""
-    trials = [one for one in measured(noise=0.01) if one.strategy.recompute == "none"]
+    trials = [one for one in measured(noise=0.01, efficiency=SLOW) if one.strategy.recompute == "none"]
     alone = calibrate([replace(one, group=str(index)) for index, one in enumerate(trials)])
     assert alone.kinds == ("hidden size 2048, recompute none",) and alone.other_kinds is not None
     known, other = (replace(STRATEGIES[0], recompute=recompute) for recompute in ("none", "full"))
@@ -245,9 +246,10 @@ def test_a_fit_that_does_not_help_other_groups_is_not_used() -> None:
         object.__setattr__(one, "iteration_time_s", (one.iteration_time_s or 0) * float(np.exp(signs[index // 2])))
     found = calibrate(trials)
     assert (found.efficiency, found.num_trials) == (None, len(trials)) and found.memory_overheads is not None
-    assert "28 trials of synthetic are not used: fits without a group predict it worse" in found.notes[0]
-    assert a_width(found, STRATEGIES[0]) == a_width(no_calibration(CLUSTER), STRATEGIES[0])
-    assert calibrate(measured(noise=0.05, efficiency=HardwareEfficiency(gemm_efficiency=0.6))).notes == ()
+    assert "28 trials of synthetic are not used: fits without a group predict it no better" in found.notes[0]
+    # 14 groups show how far the defaults are off.
+    assert 0.2 < a_width(found, STRATEGIES[0]) < a_width(no_calibration(CLUSTER), STRATEGIES[0])
+    assert calibrate(measured(noise=0.05, efficiency=SLOW)).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def test_a_calibration_on_other_links(
     widths = [float(each.intervals.half_width(slopes)[0]) for each in (calibration, found)]
     # The four trials have no tensor-parallel ranks: they leave links inside nodes as unsure as the prior.
     assert widths[0] < 0.9 * widths[1] if reset == NETWORK else widths[0] == pytest.approx(widths[1])
-    assert calibrated(a100s(1), path).notes == ()  # one node has no network
+    assert calibrated(a100s(1), path).efficiency is None  # trials on several nodes say little of one
     document = json.loads(Path(path).read_text())
     for name in ("kinds", "inside_bandwidths", "network_bandwidths", "notes"):
         del document["calibrations"][0][name]
@@ -322,7 +324,12 @@ def test_one_node_and_several_are_calibrated_apart() -> None:
     assert calibrations.of("synthetic", DEVICE, True).num_trials == 8
     assert calibrations.of("synthetic", DEVICE, False).num_trials == 9
     assert [found.several_nodes for found in calibrations.fitted()] == [True, False]
-    # Memory knows no nodes; few trials of a kind are calibrated with the others.
+    # Memory knows no nodes; times of several nodes do not follow from those of one, and the user is told so.
     assert calibrations.of("synthetic", DEVICE, True).num_memory_trials == 17
-    few = Calibrations([*several[:3], *one])
-    assert (few.of("synthetic", DEVICE, True).num_trials, few.of("synthetic", DEVICE, False).num_trials) == (12, 12)
+    of_one = Calibrations(one)
+    read = Calibrations(ready=of_one.fitted())
+    for found in (of_one.of("synthetic", DEVICE, True), read.of("synthetic", DEVICE, True)):
+        assert (found.efficiency, found.num_trials, found.num_memory_trials) == (None, 0, 9)
+        assert found.notes[-1].startswith(
+            "the trials ran on one node, so constants of times on several are the defaults"
+        )
