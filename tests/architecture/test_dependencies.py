@@ -45,13 +45,18 @@ def declared() -> tuple[list[Requirement], list[Requirement]]:
     return [Requirement(word) for word in found["install_requires"]], [Requirement(word) for word in extras]
 
 
+def called(node: ast.Call) -> str:
+    """The last name of a function that is called; empty if it has none."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
 def imported(paths: Iterable[Path]) -> set[str]:
     """The packages of others that files import, `import_module("name")` included."""
     names = set()
     for path in paths:
         names |= {each.target.split(".")[0] for each in imports_of(path)}
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            if isinstance(node, ast.Call) and node.args and called(node).endswith("import_module"):
                 first = node.args[0]
                 head = first.values[0] if isinstance(first, ast.JoinedStr) else first
                 if isinstance(head, ast.Constant):
