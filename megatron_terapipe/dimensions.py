@@ -27,6 +27,9 @@ class Tried(Enum):
     SHARES_OF_EXPERTS = auto()
     """Divisors of the devices that divide the experts of every layer; 1 in a model without experts."""
 
+    KEPT_OF_LATENTS = auto()
+    """Keys and values, and in a model with latent attention that can be cut into token slices also latents."""
+
     SHARDS_OF_A_NODE = auto()
     """None, and on several nodes the divisors of the devices of one, from 2."""
 

@@ -36,6 +36,20 @@ SOLVED = "solved"
 WHOLE_LAYERS = ("none", "selective", "full")
 RECOMPUTE = (*WHOLE_LAYERS, "stage")
 KEY_VALUE_GRADIENTS = ("fp32", "bf16")
+LATENT_KEPT = ("expanded", "latent")
+
+
+class KeptKeys(NamedTuple):
+    """Form in which keys and values are kept from token slice to token slice."""
+
+    gradients: str = "fp32"
+    """Type of their gradients."""
+    latents: bool = False
+    """Whether latent attention keeps latents in their place."""
+
+
+USUAL_KEYS = KeptKeys()
+
 
 MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Model chunks that are tried. With more, a stage has few layers, and launches and transfers are most of its time."""
@@ -251,6 +265,25 @@ class Strategy:
     """Type in which gradients of keys and values are kept between the backwards of token slices. The search tries
     `bf16`, which rounds them, only with its flag, because it changes the numbers of a run."""
 
+    latent_kept: str = dimension(
+        "expanded",
+        trained=LATENT_KEPT,
+        priced=LATENT_KEPT,
+        tried=Tried.KEPT_OF_LATENTS,
+        optional=True,
+        flag_help=(
+            17,
+            "tensors that latent attention keeps for later token slices: expanded, keys and values; or latent",
+        ),
+        label=(18, "kept by latent attention"),
+        column=(17, "kept"),
+        usual="expanded",
+        dropped=10,
+        phrase=(12, "latents kept"),
+        tie=21,
+    )
+    """Whether layers with latent attention keep keys and values of a token slice, or the latents that give them."""
+
     zero_stage: int = dimension(
         1,
         least=0,
@@ -319,6 +352,11 @@ class Strategy:
         None, least=0, setting="", label=(17, "placement"), none="as the hosts come", tie=14
     )
     """Device of the cluster for each rank; None = in the order of the hostfile."""
+
+    @property
+    def kept_keys(self) -> KeptKeys:
+        """Form of keys, values and their gradients between token slices."""
+        return KeptKeys(self.key_value_gradients, self.latent_kept == "latent")
 
     def __post_init__(self) -> None:
         for each in DIMENSIONS:

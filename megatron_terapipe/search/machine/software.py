@@ -222,6 +222,7 @@ ONLY_OURS: Values = (
     ("recompute", ("none", "selective", "full")),
     ("offload", (False,)),
     ("key_value_gradients", ("fp32",)),
+    ("latent_kept", ("expanded",)),
 )
 """Values that other trainers can run of the dimensions for long sequences; a part of `Software.runs`."""
 

@@ -22,6 +22,7 @@ from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, kept_channels, rou
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.price.layer_times import Numbers, ScalarOrArray, held_rows, key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
+from megatron_terapipe.strategy import USUAL_KEYS, KeptKeys
 
 LOSS_BYTES = 4
 """Bytes that the loss keeps of each logit: it computes in fp32 (Korthikanti section 4.3: 4sbv)."""
@@ -112,7 +113,7 @@ class LayerMemory:
     expert_parallel_size: ScalarOrArray = 1.0
     operand_bytes: float | None = None
     """Of a number that a product keeps for its weight gradient; None = as between products."""
-    key_value_gradients: str = "fp32"
+    kept_keys: KeptKeys = USUAL_KEYS
     activation_is_read_off_output: bool = False
     """Whether the gradient of the activation function needs its output only (ReLU)."""
 
@@ -152,7 +153,12 @@ class LayerMemory:
         )
 
     def keys_and_values(self, attention: Attention) -> ScalarOrArray:
-        """Keys and values: for all heads where ranks pass them on, else copies of those that several ranks need."""
+        """Keys and values: for all heads where ranks pass them on, else copies of those that several ranks need.
+
+        Latents are for all heads on every rank; sequence-parallel ranks gather them.
+        """
+        if attention.latent is not None and self.kept_keys.latents:
+            return self.element_bytes * attention.latent.kept_size * (self.sequence_parallel_size + 0.0 * self.size)
         ring = self.software.communication.ring
         heads = key_heads(attention, self.size * (1.0 if ring else self.sequence_parallel_size))
         return self.element_bytes * heads * (attention.head_size + attention.value_size) / self.size
@@ -170,18 +176,23 @@ class LayerMemory:
         hidden = element * layer.hidden_size * whole
         attention = layer.attention
         mlp_width = element * layer.activation_width / size
-        query = exchanged = key_value = scores = log_sums = normed_heads = tile_scores = 0.0 * size
+        query = exchanged = key_value = expanded = scores = log_sums = normed_heads = tile_scores = 0.0 * size
         window = None
         if attention is not None:
             query = element * attention.query_heads * (attention.head_size + attention.value_size) / 2 / size
             # After a head exchange the output of attention exists twice: in parts of heads and in parts of tokens.
             if not self.software.communication.ring:
                 exchanged = query * np.greater(self.sequence_parallel_size, 1)
-            key_value = self.keys_and_values(attention)
+            key_value = expanded = self.keys_and_values(attention)
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             # A gate keeps its sigmoid, and the projection the gated output.
             normed_heads = element * attention.normed_channels / size + 2 * attention.gated * query
             normed_heads = normed_heads + element * attention.latent_channels * whole
+            if attention.latent is not None and self.kept_keys.latents:
+                # The product of keys and values keeps no input of its own.
+                normed_heads = normed_heads - element * attention.latent.kept_size * whole
+                # Keys and values of a few heads, and their gradients, exist while attention runs.
+                expanded = 4 * query
             positions = attention.most_positions(layer.tokens)
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
             copies = 2 * element + 1 if self.software.attention.keeps_dropped else element
@@ -190,7 +201,7 @@ class LayerMemory:
             if attention.written_out:
                 in_tile = layer.tokens if window is None else min(window - 1 + longest_in_window(window), layer.tokens)
                 tile_scores = SCORE_BYTES * attention.query_heads * in_tile / size
-        gradient_ratio = ELEMENT_BYTES[self.key_value_gradients] / element
+        gradient_ratio = ELEMENT_BYTES[self.kept_keys.gradients] / element
         has_attention, has_mlp, sizes = attention is not None, layer.has_mlp, layer.recurrence
         num_parts = (has_attention or sizes is not None) + has_mlp
         mixing = 0.0 * size if sizes is None else element * kept_channels(sizes) / size
@@ -220,7 +231,7 @@ class LayerMemory:
             + self.routed()
             + (0.0 if owned else key_value)
         )
-        widest = np.maximum(np.maximum(2 * mlp_width, query + key_value), self.routed(working=True))
+        widest = np.maximum(np.maximum(2 * mlp_width, query + expanded), self.routed(working=True))
         widest = np.maximum(widest, mixing)
         gradients = 2 * hidden + widest + (0.0 if flash else 0.8 * scores)
         kept, again = everything, 0.0 * size

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.price.workload import Attention, Experts, Layer
+from megatron_terapipe.strategy import USUAL_KEYS, KeptKeys
 
 Numbers = NDArray[np.float64]
 ScalarOrArray = Numbers | float
@@ -50,8 +51,8 @@ class OpSizes:
     recompute: str = "none"
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks share the tokens between the matrices, too."""
-    key_value_gradients: str = "fp32"
-    """Type in which gradients of keys and values are kept between two token slices."""
+    kept_keys: KeptKeys = USUAL_KEYS
+    """Form of keys, values and their gradients between two token slices."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency, consta
 from megatron_terapipe.search.price.layer_times import ScalarOrArray, key_heads
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy, stage_ops
 from megatron_terapipe.search.price.workload import Layer, Workload
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import USUAL_KEYS, KeptKeys, Strategy
 
 Floats = NDArray[np.float64]
 
@@ -83,6 +83,8 @@ def _key_value_elements(layer: Layer, placed: PlacedStrategy) -> float:
         return 0.0
     layout = placed.strategy.layout
     heads = key_heads(layer.attention, layout.tensor_parallel_size * layout.sequence_parallel_size)
+    if layer.attention.latent is not None and placed.strategy.kept_keys.latents:
+        return float(layer.attention.latent.kept_size)
     width = layer.attention.head_size + layer.attention.value_size
     return float(heads * width / layout.tensor_parallel_size)
 
@@ -337,11 +339,11 @@ class MemoryModel:
         return TRANSFERS * ELEMENT_BYTES[self.precision] * elements * sequences
 
     def token_bytes(
-        self, layout: ParallelLayout, recompute: str, sequence_parallel: bool, key_value_gradients: str = "fp32"
+        self, layout: ParallelLayout, recompute: str, sequence_parallel: bool, kept_keys: KeptKeys = USUAL_KEYS
     ) -> Floats:
         """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K]."""
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
-        key = *sizes, recompute, sequence_parallel, key_value_gradients
+        key = *sizes, recompute, sequence_parallel, kept_keys
         if key not in self._tokens:
             config = self.workload.config
             rows = [
@@ -354,7 +356,7 @@ class MemoryModel:
                     sequence_parallel_size=sizes[1],
                     expert_parallel_size=sizes[2],
                     sequence_parallel=sequence_parallel,
-                    key_value_gradients=key_value_gradients,
+                    kept_keys=kept_keys,
                     activation_is_read_off_output=config is not None and config.activation == "relu",
                 ).of_token(recompute)
                 for layer in self.counter.kinds
@@ -371,9 +373,7 @@ class MemoryModel:
 
     def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None, copies: HostCopyPlan | None) -> Held:
         """[P] bytes that each rank holds at its peak."""
-        of_kind = self.token_bytes(
-            strategy.layout, strategy.recompute, strategy.sequence_parallel, strategy.key_value_gradients
-        )
+        of_kind = self.token_bytes(strategy.layout, strategy.recompute, strategy.sequence_parallel, strategy.kept_keys)
         is_recomputed = strategy.recompute == "stage"
         of_stage = self.stage_bytes(
             counts,

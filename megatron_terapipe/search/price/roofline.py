@@ -52,7 +52,7 @@ from megatron_terapipe.config.flops import (
     positions_in_reach,
     recurrence_flops_per_token,
 )
-from megatron_terapipe.config.layers import Recurrence
+from megatron_terapipe.config.layers import LatentSizes, Recurrence
 from megatron_terapipe.devices import EIGHT_BITS, Device
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, OPERAND_BYTES, Operator, Software
 from megatron_terapipe.search.price.efficiency import (
@@ -458,16 +458,36 @@ class Roofline:
         forward = forward + kept
         again = self.software.selective_recomputes == "attention"
         before = 2 * of_keys * width / tp * sequences * (in_reach - tokens)
-        kept_bytes = ELEMENT_BYTES[query.key_value_gradients]
+        kept_bytes = ELEMENT_BYTES[query.kept_keys.gradients]
+        expanding = expanding_back = 0.0 * before
+        if attention.latent is not None and query.kept_keys.latents:
+            before = attention.latent.kept_size * sequences * (in_reach - tokens)
+            expanding, expanding_back = self._expansion(query, attention, attention.latent, in_reach)
         adding = self._moving_s(device, core.prefix_bytes(self._element_bytes, kept_bytes) * before)
         return _Part(
-            forward,
-            back + BACKWARD_MOVES * kept + adding,
+            forward + expanding,
+            back + BACKWARD_MOVES * kept + adding + expanding_back,
             selective=forward if again else 0.0,
             forward_kernels=core.forward_kernels,
             input_kernels=core.backward_kernels + core.prefix.backward_kernels * np.greater(in_reach, tokens),
             selective_kernels=core.forward_kernels if again else 0.0,
         )
+
+    def _expansion(
+        self, query: LayerQuery, attention: Attention, sizes: LatentSizes, in_reach: ScalarOrArray
+    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Seconds of keys and values from kept latents, beyond the products of a token slice's own tokens.
+
+        A forward computes them of the tokens before it, too; its backward of all in reach once more, and the gradients
+        of latents and weights of the tokens before it.
+        """
+        columns = attention.query_heads * (sizes.key_size + sizes.value_size) / query.tensor_parallel_size
+        before = np.maximum(query.sequences * (in_reach - query.end + query.start), 0.0)
+        forward, again = (
+            np.where(np.greater(rows, 0), self.product_s(query.device, np.maximum(rows, 1.0), sizes.rank, columns), 0.0)
+            for rows in (before, query.sequences * in_reach)
+        )
+        return forward, again + BACKWARD_PER_FORWARD * forward
 
     def _recurrence(self, query: LayerQuery, sizes: Recurrence) -> _Part:
         """Small products between two projections, which the backward computes again; memory moves as in attention.

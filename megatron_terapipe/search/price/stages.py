@@ -466,7 +466,7 @@ class PlacedStrategy:
         """The values that the times of layers depend on, except token slices, devices and links."""
         one = self.strategy
         sizes = one.micro_batch_size, one.sequence_parallel_size, one.expert_parallel_size
-        return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients
+        return *sizes, one.recompute, one.sequence_parallel, one.kept_keys
 
 
 def op_sizes(strategy: Strategy, start: Floats, end: Floats) -> OpSizes:
@@ -480,7 +480,7 @@ def op_sizes(strategy: Strategy, start: Floats, end: Floats) -> OpSizes:
         end=end,
         recompute=strategy.recompute,
         sequence_parallel=strategy.sequence_parallel,
-        key_value_gradients=strategy.key_value_gradients,
+        kept_keys=strategy.kept_keys,
     )
 
 

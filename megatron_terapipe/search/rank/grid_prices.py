@@ -60,10 +60,7 @@ class GridMemory:
         self._token_slice = self._sequence / self._num_token_slices
         """[B, S] tokens of a token slice."""
         of_kinds = [
-            [
-                model.token_bytes(grid.layout, recompute, parallel, grid.key_value_gradients)
-                for parallel in grid.sequence_parallel
-            ]
+            [model.token_bytes(grid.layout, recompute, parallel, grid.kept_keys) for parallel in grid.sequence_parallel]
             for recompute, _ in grid.recompute
         ]
         self._of_kinds = np.moveaxis(np.array(of_kinds), (0, 1), (2, 3))

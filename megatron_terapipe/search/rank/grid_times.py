@@ -70,7 +70,7 @@ class OpTables:
         links = LayerLinks(*map(_relevant, links))
         layout = grid.layout
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
-        key = device, links, *sizes, grid.key_value_gradients, splits, grid.recompute, grid.sequence_parallel
+        key = device, links, *sizes, grid.kept_keys, splits, grid.recompute, grid.sequence_parallel
         known = self._tables.get(key)
         if known is None:
             known = self._tables[key] = self._compute(grid, device, links, splits)
@@ -111,7 +111,7 @@ class OpTables:
                     end=ends,
                     recompute=recompute,
                     sequence_parallel=on,
-                    key_value_gradients=grid.key_value_gradients,
+                    kept_keys=grid.kept_keys,
                 )
                 ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
                 table[WHOLE, ..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)

@@ -30,7 +30,7 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.workload import Workload
-from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+from megatron_terapipe.strategy import DIMENSIONS, LATENT_KEPT, SOLVED, KeptKeys, Strategy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,6 +170,9 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
         case Tried.SHARES_OF_EXPERTS:
             number = 1 if workload.experts is None else workload.experts.number
             return tuple(size for size in divisors(problem.cluster.num_devices) if number % size == 0)
+        case Tried.KEPT_OF_LATENTS:
+            has_latents = any(each.attention is not None and each.attention.latent for each in workload.layers)
+            return LATENT_KEPT if has_latents and workload.can_cut_tokens else LATENT_KEPT[:1]
         case Tried.SHARDS_OF_A_NODE:
             nodes = problem.cluster.nodes
             return (None, *(divisors(nodes[0].num_devices)[1:] if len(nodes) > 1 else ()))
@@ -264,9 +267,9 @@ class StrategyGrid:
         return int(self.shared["global_batch_size"])
 
     @property
-    def key_value_gradients(self) -> str:
-        """Type in which gradients of keys and values are kept."""
-        return str(self.shared["key_value_gradients"])
+    def kept_keys(self) -> KeptKeys:
+        """Form of keys, values and their gradients between token slices."""
+        return KeptKeys(self.shared["key_value_gradients"], self.shared["latent_kept"] == "latent")
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import MEGATRON_CORE, MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, logit_limits
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
+from megatron_terapipe.strategy import USUAL_KEYS, KeptKeys
 from tests.search.price.machines import gpt
 
 HIDDEN, HEADS, TOKENS = 6144, 64, 2048
@@ -25,7 +26,7 @@ def memory(
     size: int = 1,
     recompute: str = "none",
     sequence: bool = False,
-    key_value_gradients: str = "fp32",
+    kept_keys: KeptKeys = USUAL_KEYS,
     operand_bytes: float | None = None,
 ) -> TokenMemory:
     return LayerMemory(
@@ -35,7 +36,7 @@ def memory(
         element_bytes=2,
         tensor_parallel_size=size,
         sequence_parallel=sequence,
-        key_value_gradients=key_value_gradients,
+        kept_keys=kept_keys,
     ).of_token(recompute)
 
 
@@ -82,7 +83,7 @@ def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, objec
     assert found.activations + found.key_values == expected
     assert found.key_values == flops.key_value_bytes_per_token(model, model.blocks[0], 2)
     assert found.key_value_gradients == 2 * found.key_values  # fp32
-    rounded = memory(layer, TERAPIPE, recompute=recompute, key_value_gradients="bf16")
+    rounded = memory(layer, TERAPIPE, recompute=recompute, kept_keys=KeptKeys("bf16"))
     assert rounded == found._replace(key_value_gradients=found.key_values)
 
 
@@ -97,7 +98,7 @@ def test_keys_in_windows_go_with_their_token_slice(recompute: str) -> None:
     assert found.activations - found.freed_by_input_gradient == without.activations - without.freed_by_input_gradient
     # In fp32, of the tokens that a token slice reaches back to.
     assert found.window_gradients == (window - 1) * 2 * without.key_values
-    rounded = memory(layer, TERAPIPE, recompute=recompute, key_value_gradients="bf16")
+    rounded = memory(layer, TERAPIPE, recompute=recompute, kept_keys=KeptKeys("bf16"))
     assert rounded == found._replace(window_gradients=found.window_gradients / 2)
     assert without.window_gradients == 0
 

@@ -29,6 +29,7 @@ from megatron_terapipe.search.price.roofline import (
     kernel_that_runs,
 )
 from megatron_terapipe.search.price.workload import Layer
+from megatron_terapipe.strategy import KeptKeys
 from tests.search.price.machines import A100, GPT
 
 BLOCK, HEAD = GPT.layers[1], GPT.layers[-1]
@@ -74,7 +75,7 @@ def test_a_cpu_core_has_no_wave_of_tiles() -> None:
 
 def test_gradients_of_keys_that_are_kept_in_bf16_move_half_the_bytes_of_sums() -> None:
     later = {"start": 1024.0, "end": 2048.0}
-    kept, rounded = times(**later), times(**later, key_value_gradients="bf16")
+    kept, rounded = times(**later), times(**later, kept_keys=KeptKeys("bf16"))
     attention = BLOCK.attention
     assert attention is not None
     channels = 2 * attention.key_value_heads * attention.head_size
@@ -82,7 +83,7 @@ def test_gradients_of_keys_that_are_kept_in_bf16_move_half_the_bytes_of_sums() -
     saved = 2 * 1024 * channels * 4 / (reachable_bandwidth(A100) * HardwareEfficiency().memory_efficiency)
     assert kept.input_gradient - rounded.input_gradient == pytest.approx(saved)
     assert rounded._replace(input_gradient=kept.input_gradient) == kept
-    assert times(key_value_gradients="bf16") == times()
+    assert times(kept_keys=KeptKeys("bf16")) == times()
 
 
 def test_full_recompute_runs_the_forward_again() -> None:

@@ -49,6 +49,10 @@ EXPERTS = {
     **{"num_experts": 8, "moe_ffn_hidden_size": 512, "moe_layer_freq": "2", "moe_shared_expert_intermediate_size": 256},
     **{"activation": "swiglu", "disable_bias_linear": True},
 }
+LATENT = {
+    **{"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_head_dim": 24},
+    **{"qk_pos_emb_head_dim": 8, "v_head_dim": 24, "qk_norm": "head"},
+}
 FEW = {"num_token_slices": (1, 3), "num_model_chunks": (1, 2), "stage_partition": ("uniform",)}
 
 
@@ -60,6 +64,7 @@ FEW = {"num_token_slices": (1, 3), "num_model_chunks": (1, 2), "stage_partition"
         ("slow network", {}, LONG),
         ("uniform", FEATURES, LONG),
         ("uniform", EXPERTS, FEW),
+        ("uniform", LATENT, FEW),
     ],
 )
 def test_bounds_of_time_and_memory(name: str, features: dict[str, Any], others: dict[str, Any]) -> None:

@@ -164,7 +164,8 @@ def test_rules_of_a_grid_equal_rules_of_each_strategy() -> None:
     choices = all_choices(problem).constrained({**few, "stage_partition": ("uniform",)})
     names = [f"{axis}_parallel_size" for axis in ("data", "sequence", "tensor", "pipeline")]
     for ranks in ((1, 1, 2, 2), (2, 1, 2, 1), (1, 1, 1, 4)):
-        sizes = dict(zip(names, ranks, strict=True)) | {"vocabulary_stages": False, "key_value_gradients": "fp32"}
+        sizes = dict(zip(names, ranks, strict=True)) | {"vocabulary_stages": False}
+        sizes |= {"key_value_gradients": "fp32", "latent_kept": "expanded"}
         grid = StrategyGrid.of_choices(choices, sizes, problem.global_batch_size)
         together = np.ones(grid.shape, dtype=bool)
         for rule in TRAINER_RULES:
