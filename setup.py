@@ -77,7 +77,8 @@ setup(
         "tokenizers>=0.20",
         "tqdm>=4.64",
     ],
-    # Named by use; docs/how-to/install.md has them as a table.
+    # Named by use; docs/how-to/install.md has them as a table. NVIDIA's apex is not on PyPI: what is called apex there
+    # is another package.
     extras_require={
         # SentencePieceTokenizer, TikTokenizer, and text in .zst files.
         "data": DATA,

@@ -64,12 +64,12 @@ class Destination:
         if not self._partitioned:
             # Cloned, because the optimizer would update the pages of the file.
             state = {key: moment.view(parameter.shape).clone() for key, moment in moments.items()}
-            self._states[self._numbers[parameter]] = state | _counted(step)
+            self._states[self._numbers[parameter]] = state | self._counted(step)
             return
         mapping = parameter._hp_mapping
         # A group has one flat tensor.
         group, address = mapping.param_group_index, mapping.get_hp_fragment_address()
-        state = self._states.setdefault(group, _counted(step))
+        state = self._states.setdefault(group, self._counted(step))
         for key, moment in moments.items():
             if key not in state:
                 state[key] = torch.zeros_like(self._tensors[group], requires_grad=False)
@@ -78,8 +78,17 @@ class Destination:
     def finish(self) -> None:
         """Hand the optimizer the states that were set. The settings of its groups are still the flags' ones."""
         groups = self._optimizer.state_dict()["param_groups"]
+        for group in groups:
+            numbers = (number for number in group["params"] if number in self._states)
+            step = next((self._states[number].get("step") for number in numbers), None)
+            if isinstance(step, int):  # fused optimizers count for the whole group
+                group["step"] = step
         self._optimizer.load_state_dict({"state": dict(self._states), "param_groups": groups})
 
-
-def _counted(step: float | None) -> dict[str, Any]:
-    return {} if step is None else {"step": torch.tensor(step)}
+    def _counted(self, step: float | None) -> dict[str, Any]:
+        """Return the updates done, as the optimizer counts them: torch's in tensors, all others in whole numbers."""
+        if step is None:
+            return {}
+        rules = [rule for rule in type(self._optimizer).__mro__ if rule.__module__.startswith("torch.optim.")]
+        # The last is torch's class of all optimizers.
+        return {"step": torch.tensor(step) if len(rules) > 1 else int(step)}

@@ -152,9 +152,9 @@ class SavedOptimizer:
                 f"checkpoint {self._directory} has no state of {name}: load only the weights with --no-load-optim"
             )
         if not place.fragments:
-            state = self._named_states(place.stage, part, self._info.has_files_of_experts(name))[name]
+            group, state = self._named_states(place.stage, part, self._info.has_files_of_experts(name))[name]
             moments = {key: moment[elements.start : elements.stop] for key, moment in _moments(state).items()}
-            return ParameterState(weight=None, moments=moments, step=_step(state))
+            return ParameterState(weight=None, moments=moments, step=_step(group, state))
         states = []
         for number, run in overlaps((fragment.length for fragment in place.fragments), elements):
             rank = place.fragments[number].replica * self._info.ranks_of_copy(name) + part
@@ -166,13 +166,15 @@ class SavedOptimizer:
         names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
         return load_saved(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
 
-    def _load_named_states(self, stage: int, part: int, of_experts: bool) -> dict[str, Mapping[str, Any]]:
-        """State of each parameter of a stage, from torch's own state dictionary."""
+    def _load_named_states(
+        self, stage: int, part: int, of_experts: bool
+    ) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """For each parameter of a stage its group and its state, from torch's own state dictionary."""
         shared = state_file(stage, part, self._info.tensor_parallel_size)
         saved = load_saved(self._directory / (experts_state_file(stage, part) if of_experts else shared))
         groups, states = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         return {
-            name: states.get(number, {})
+            name: (group, states.get(number, {}))
             for group, names in zip(groups, saved[PARAMETER_NAMES], strict=True)
             for number, name in zip(group["params"], names, strict=True)
         }
@@ -188,7 +190,7 @@ def _fragment(partition: Mapping[str, Any], name: str, elements: range) -> Param
     return ParameterState(
         weight=partition["single_partition_of_fp32_groups"][group].detach().narrow(0, start, length),
         moments={key: moment.narrow(0, start, length) for key, moment in _moments(state).items()},
-        step=_step(state),
+        step=_step(base["param_groups"][group], state),
     )
 
 
@@ -197,5 +199,7 @@ def _moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value.flatten() for key, value in state.items() if not isinstance(value, beside) and value.dim()}
 
 
-def _step(state: Mapping[str, Any]) -> float | None:
-    return None if (step := state.get("step")) is None else float(step)
+def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> float | None:
+    """Updates done: torch counts them for each parameter, fused optimizers of others for each group."""
+    step = state.get("step", group.get("step"))
+    return None if step is None else float(step)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from math import cos, pi, sqrt
 from typing import Any
 
@@ -10,6 +11,22 @@ import torch
 
 from megatron_terapipe.config.training import LearningRateSteps, OptimizerConfig, TrainingConfig
 from megatron_terapipe.model.embedding import AT_AN_END
+
+
+def apex_fused_adam() -> Any | None:
+    """Return FusedAdam of NVIDIA apex; None if it is not installed or cannot run.
+
+    The package `apex` of PyPI is another one.
+    """
+    if not torch.cuda.is_available():
+        return None
+    try:
+        # The kernels are an extension of their own: apex may be installed without it.
+        import_module("amp_C")
+        return import_module("apex.optimizers").FusedAdam
+    except Exception:  # The other apex, or one built for another torch, may fail in any way.
+        return None
+
 
 DECAY_FACTOR = "weight_decay_factor"
 """Entry of a group of parameters: factor of the weight decay."""
@@ -46,6 +63,9 @@ def build_optimizer(
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
     betas = (config.adam_beta1, config.adam_beta2)
+    fused_adam = apex_fused_adam()
+    if fused_adam is not None:
+        return fused_adam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, adam_w_mode=True)
     # The fused step is one pass over the state, on CPUs as on GPUs.
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 

@@ -1,6 +1,7 @@
 """Every package that is imported is declared in setup.py, with the least version."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import setuptools
 from packaging.requirements import Requirement
 
-from tests.architecture.sources import CODE, ROOT, imports_of, python_files, tree_of
+from tests.architecture.sources import CODE, ROOT, documents, imports_of, python_files, tree_of
 
 PACKAGE_OF = {
     **{"yaml": "pyyaml", "pydantic_core": "pydantic", "megatron": "megatron-core", "xdist": "pytest-xdist"},
@@ -27,8 +28,8 @@ OURS = {
     "docs",
     "transformers_layers",
 }
-NOT_DECLARED = {"flash_attn_interface", "setuptools"}
-"""Kernels that are not on PyPI and are imported where they are, and the builder of the package."""
+NOT_DECLARED = {"apex", "amp_C", "flash_attn_interface", "setuptools"}
+"""NVIDIA's apex and kernels, which are not on PyPI and are imported where they are, and the builder of the package."""
 
 
 def declared() -> tuple[list[Requirement], list[Requirement]]:
@@ -77,3 +78,12 @@ def test_every_package_has_a_least_version_and_deepspeed_a_last() -> None:
         assert any(bound.operator in (">=", "==") for bound in each.specifier), f"{each.name} has no least version"
     (deepspeed,) = [each for each in needed if each.name == "deepspeed"]
     assert "0.20" not in deepspeed.specifier, "its engine's hooks are those of 0.19.8"
+
+
+def test_apex_of_pypi_is_never_installed() -> None:
+    """It is another package than NVIDIA's, by others."""
+    needed, extras = declared()
+    assert "apex" not in {each.name for each in [*needed, *extras]}
+    texts = [*documents(), ROOT / "Makefile", *python_files(*CODE, "examples", "benchmarks")]
+    found = [path for path in texts if re.search(r"pip3? install[^\n`]*\bapex\b", path.read_text(encoding="utf-8"))]
+    assert not found

@@ -1,5 +1,7 @@
 """Which parameters decay, by which rule; rates and decays at every step, as in Megatron's scheduler."""
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.optimizer import (
     LearningRateSchedule,
+    apex_fused_adam,
     build_optimizer,
     set_step_sizes,
     weight_decay_at,
@@ -74,6 +77,33 @@ def test_flags_reach_the_optimizer() -> None:
     config = OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.6)
     optimizer = build_optimizer(config, [("bias", nn.Parameter(torch.ones(1)))])
     assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["momentum"] == 0.6
+
+
+def test_another_apex_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's package of that name has no such optimizer, whatever the device."""
+    assert apex_fused_adam() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    assert apex_fused_adam() is None
+    monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
+    assert apex_fused_adam() is None
+
+
+def test_nvidias_apex_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, groups, adam_w_mode: bool, **keywords) -> None:
+            assert adam_w_mode
+            super().__init__(groups, **keywords)
+
+    optimizers = ModuleType("apex.optimizers")
+    optimizers.FusedAdam = FusedAdam
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, module in {"amp_C": ModuleType("amp_C"), "apex": ModuleType("apex")}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    optimizer = build_optimizer(OptimizerConfig(lr=0.5, adam_eps=1e-5), nn.Linear(3, 2).named_parameters())
+    assert isinstance(optimizer, FusedAdam)
+    assert optimizer.param_groups[0]["eps"] == 1e-5
 
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root"]
