@@ -85,8 +85,7 @@ class TrainingConfig:
 
     latent_kept: Literal["expanded", "latent"] = "expanded"
     """Tensors that layers with latent attention keep of a token slice for later ones: keys and values of all heads
-    (`expanded`), or latents, from which each token slice computes keys and values of its whole reach again (`latent`).
-    Searches for a run, as by `--token-slices auto`, count with `expanded`."""
+    (`expanded`), or latents (`latent`), from which each token slice computes keys and values of its whole reach."""
 
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Layers that `full` recomputes. `uniform`: all of them, `--recompute-num-layers` at a time. `block`: the first
