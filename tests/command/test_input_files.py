@@ -11,7 +11,7 @@ from deepspeed_ext.plan import text_files
 from megatron_terapipe.command.main import main, tree
 from megatron_terapipe.data.subword_tokenizers import END_OF_DOCUMENT
 from tests.command.test_json_flag import parsers_below
-from tests.run_report.made_up import iteration
+from tests.run_report.made_up import START, iteration
 
 TRAIN = (
     "train --num-accelerators 2 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --lr 1 "
@@ -79,7 +79,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     made = {
         "hosts": "a slots=4\n",
         "corpus": '{"text": "a"}\n',
-        "metrics": json.dumps(iteration(1).as_json()),
+        "metrics": "".join(f"{json.dumps(each.as_json())}\n" for each in (START, iteration(1))),
         "vocabulary": json.dumps({each: number for number, each in enumerate(bytes_of_gpt2)}),
     }
     for name, text in made.items():
