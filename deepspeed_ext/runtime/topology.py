@@ -1,6 +1,6 @@
 """DeepSpeed's topology with a token axis, its grid, process groups at scale, sequence- and expert-parallel ranks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -180,15 +180,64 @@ def _names_agree() -> bool:
     return most == -least
 
 
+Pending = Callable[[], Tensor]
+"""A collective under way: call it to wait for the result."""
+
+# Torch 2.13 renamed both, and warns of the names that older releases have.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def pending(work: dist.Work, result: Callable[[], Tensor]) -> Pending:
+    """Return a function that waits for a collective and returns its result."""
+
+    def finish() -> Tensor:
+        work.wait()
+        return result()
+
+    return finish
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Ranks that share a part of the work; by default a single rank."""
+    """Ranks that share a part of the work; by default a single rank. Tokens are in dimension 1 of their tensors."""
 
     rank: int = 0
     """Place of this rank among them."""
     size: int = 1
     group: dist.ProcessGroup | None = None
     """Their process group; None for a single rank."""
+
+    def start_gather(self, part: Tensor) -> Pending:
+        """Start to gather the tokens of all ranks: [B, N / size, C] to [B, N, C]."""
+        part = part.contiguous()
+        gathered = part.new_empty((self.size, *part.shape))
+        work = all_gather(gathered.flatten(0, 1), part, group=self.group, async_op=True)
+        # With one row the parts of the ranks are contiguous, and no copy is made.
+        return pending(work, lambda: gathered.transpose(0, 1).flatten(1, 2))
+
+    def start_reduce_scatter(self, whole: Tensor) -> Pending:
+        """Start to sum a tensor over all ranks, of which each gets its tokens: [B, N, C] to [B, N / size, C]."""
+        by_rank = whole.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        own = torch.empty_like(by_rank[0])
+        return pending(reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True), lambda: own)
+
+    def gather_tokens(self, own: Tensor) -> Tensor:
+        """Return the tokens of all ranks, [B, N, C] for [B, N / size, C]. Backward, all ranks' gradients are summed."""
+        return _GatherTokens.apply(own, self)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Megatron's f bar."""
+
+    @staticmethod
+    def forward(ctx, own, ranks: Ranks):
+        ctx.ranks = ranks
+        return ranks.start_gather(own)()
+
+    @staticmethod
+    def backward(ctx, of_all):
+        return ctx.ranks.start_reduce_scatter(of_all)(), None
 
 
 @dataclass(frozen=True, slots=True)

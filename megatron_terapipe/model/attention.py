@@ -1,5 +1,7 @@
 """Multi-head self-attention with grouped keys and values."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from deepspeed_ext.runtime.state.sequence_state import Past
@@ -11,31 +13,48 @@ from megatron_terapipe.model.rotary import RotaryTable, rotary_table, rotated, r
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 
 
-class SelfAttention(nn.Module):
-    """Queries, keys and values in one product, norms and rotations of queries and keys, attention, projection.
-
-    The rows of the product are grouped: for each key head its query heads, their gates if there are any, then it, then
-    its value head. So ranks share the groups, and each holds whole ones.
+class CausalAttention(nn.Module):
+    """Settings that layers of attention of either kind have in common.
 
     Args:
         rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        block: BlockShape,
-        ranks: TensorParallelRanks,
-        rotary: RotaryTable | None = None,
+        self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks, rotary: RotaryTable | None = None
     ) -> None:
         super().__init__()
-        num_heads, num_groups = model.num_attention_heads, block.num_key_value_heads
-        in_group, self.has_gate = num_heads // num_groups, model.attention_output_gate
-        self.head_size, self.parts_of_group = model.kv_channels, [*[in_group] * (1 + self.has_gate), 1, 1]
-        self.first_head = ranks.rank * num_heads // ranks.size
+        self.first_head = ranks.rank * model.num_attention_heads // ranks.size
         self.dropout, self.window = model.attention_dropout, block.window
         self.scale, self.softcap = model.softmax_scale, model.attention_softcap
         self.rotary = rotary or rotary_table(model, block)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keywords of `Past.attend` and `Past.attend_latent`."""
+        return {
+            "scale": self.scale,
+            "dropout": self.dropout if self.training else 0.0,
+            "first_head": self.first_head,
+            "window": self.window,
+            "softcap": self.softcap,
+        }
+
+
+class SelfAttention(CausalAttention):
+    """Queries, keys and values in one product, norms and rotations of queries and keys, attention, projection.
+
+    The rows of the product are grouped: for each key head its query heads, their gates if there are any, then it, then
+    its value head. So ranks share the groups, and each holds whole ones.
+    """
+
+    def __init__(
+        self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks, rotary: RotaryTable | None = None
+    ) -> None:
+        super().__init__(model, block, ranks, rotary)
+        num_heads, num_groups = model.num_attention_heads, block.num_key_value_heads
+        in_group, self.has_gate = num_heads // num_groups, model.attention_output_gate
+        self.head_size, self.parts_of_group = model.kv_channels, [*[in_group] * (1 + self.has_gate), 1, 1]
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size,
             num_groups * sum(self.parts_of_group) * self.head_size,
@@ -65,16 +84,7 @@ class SelfAttention(nn.Module):
         groups = self.query_key_value(hidden, recomputed)
         groups = groups.unflatten(-1, (-1, sum(self.parts_of_group), self.head_size))
         query, key, value, *gate = self._heads(groups, past)
-        attended = past.attend(
-            query,
-            key,
-            value,
-            scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
-            first_head=self.first_head,
-            window=self.window,
-            softcap=self.softcap,
-        )
+        attended = past.attend(query, key, value, **self.settings)
         if gate:
             attended = attended * gate[0].sigmoid()
         return self.projection(attended.flatten(2), completed=completed)

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.state.sequence_state import Past
-from deepspeed_ext.runtime.topology import ExpertParallelRanks
-from megatron_terapipe.model.tensor_parallel import Pending, all_gather, reduce_scatter
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, Pending, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from deepspeed_ext.runtime.state.sequence_state import Past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.model.attention import CausalAttention
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import NORMS
-from megatron_terapipe.model.rotary import RotaryTable, rotary_table, rotated
+from megatron_terapipe.model.rotary import RotaryTable, rotated
 from megatron_terapipe.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -27,14 +28,13 @@ from megatron_terapipe.model.tensor_parallel import (
 )
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(CausalAttention):
     """Latents of queries and of keys and values, their norms, products of heads, attention, projection.
 
     Tensor-parallel ranks share the heads. Each computes the latents of its own tokens, and the gradients that the heads
     of all ranks have for a latent and for the rotated key are summed there: q + c + r numbers a token, not h.
 
     Args:
-        rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
         latents_kept: whether latents are kept for later token slices, and not keys and values.
     """
 
@@ -47,15 +47,11 @@ class LatentAttention(nn.Module):
         *,
         latents_kept: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(model, block, ranks, rotary)
         assert block.latent is not None, "a layer with latent attention has its sizes"
         self.sizes = sizes = block.latent
         self.ranks, self.latents_kept = ranks, latents_kept
-        self.rotary = rotary or rotary_table(model, block)
         heads, first = model.num_attention_heads, normal(model.init_method_std)
-        self.first_head = ranks.rank * heads // ranks.size
-        self.dropout, self.window = model.attention_dropout, block.window
-        self.scale, self.softcap = model.softmax_scale, model.attention_softcap
         self.down = ranks.whole(sizes.query_rank + sizes.kept_size, model.hidden_size, initialize=first)
         """Rows of the query latent, of the latent, of the rotated key: [q + c + r, h]."""
         self.query_norm = self.latent_norm = None
@@ -99,15 +95,5 @@ class LatentAttention(nn.Module):
             turns, interleaved = self.rotary.of_token_slice(past, kept), self.rotary.rotation.interleaved
             query = rotated(query, *turns, interleaved=interleaved, after=sizes.key_size)
             kept = rotated(kept.unsqueeze(2), *turns, interleaved=interleaved, after=sizes.rank).squeeze(2)
-        attended = past.attend_latent(
-            query,
-            kept,
-            self.up,
-            keep_latents=self.latents_kept,
-            scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
-            first_head=self.first_head,
-            window=self.window,
-            softcap=self.softcap,
-        )
+        attended = past.attend_latent(query, kept, self.up, keep_latents=self.latents_kept, **self.settings)
         return self.projection(attended.flatten(2), completed=completed)

@@ -30,12 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.gradients.weight_gradients import is_deferred, now_or_deferred, sum_of
-from deepspeed_ext.runtime.topology import Ranks
+from deepspeed_ext.runtime.topology import Pending, Ranks, pending
 
 __all__ = ["TensorParallelRanks", "linear"]
-
-Pending = Callable[[], Tensor]
-"""A collective under way: call it to wait for the result."""
 
 
 class WeightPart(NamedTuple):
@@ -51,25 +48,10 @@ class WeightPart(NamedTuple):
 Initializer = Callable[[Tensor, WeightPart], object]
 """Fills a part of a weight in place, with the same values as if it filled the whole."""
 
-# Torch 2.13 renamed both, and warns of the names that older releases have.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _pending(work: dist.Work, result: Callable[[], Tensor]) -> Pending:
-    def finish() -> Tensor:
-        work.wait()
-        return result()
-
-    return finish
-
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRanks(Ranks):
-    """Ranks that share each layer's matrices.
-
-    Tokens are in dimension 1 of every tensor here.
-    """
+    """Ranks that share each layer's matrices."""
 
     sequence_parallel: bool = False
     """Between the matrices, each has its part of the tokens."""
@@ -117,21 +99,7 @@ class TensorParallelRanks(Ranks):
         """Start to sum a tensor [...] over all ranks, in place."""
         if self.size == 1:
             return lambda: part
-        return _pending(dist.all_reduce(part, group=self.group, async_op=True), lambda: part)
-
-    def start_gather(self, part: Tensor) -> Pending:
-        """Start to gather the tokens of all ranks: [B, N / size, C] to [B, N, C]."""
-        part = part.contiguous()
-        gathered = part.new_empty((self.size, *part.shape))
-        work = all_gather(gathered.flatten(0, 1), part, group=self.group, async_op=True)
-        # With one row the parts of the ranks are contiguous, and no copy is made.
-        return _pending(work, lambda: gathered.transpose(0, 1).flatten(1, 2))
-
-    def start_reduce_scatter(self, whole: Tensor) -> Pending:
-        """Start to sum a tensor over all ranks, of which each gets its tokens: [B, N, C] to [B, N / size, C]."""
-        by_rank = whole.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        own = torch.empty_like(by_rank[0])
-        return _pending(reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True), lambda: own)
+        return pending(dist.all_reduce(part, group=self.group, async_op=True), lambda: part)
 
     def start_complete(self, partial: Tensor) -> Pending:
         """Start to sum partial results [B, N, ...]; each rank gets its tokens between the matrices: [B, n, ...]."""
@@ -142,7 +110,9 @@ class TensorParallelRanks(Ranks):
 
         Backward, the gradients that all ranks find for them, each from its own heads, are summed.
         """
-        return own if self.size == 1 else _Share.apply(own, self)
+        if self.size == 1:
+            return own
+        return self.gather_tokens(own) if self.sequence_parallel else _Share.apply(own, self)
 
     def sum_parts(self, partial: Tensor) -> Tensor:
         """Sum the parts of all ranks: [B, N, C] to the tokens this rank has between the matrices.
@@ -153,18 +123,17 @@ class TensorParallelRanks(Ranks):
 
 
 class _Share(torch.autograd.Function):
-    """Megatron's f, or f bar with sequence parallelism."""
+    """Megatron's f."""
 
     @staticmethod
     def forward(ctx, own, ranks: TensorParallelRanks):
         ctx.ranks = ranks
-        return ranks.start_gather(own)() if ranks.sequence_parallel else own.view_as(own)
+        return own.view_as(own)
 
     @staticmethod
     def backward(ctx, of_shared):
         # A sum is in place, and autograd may give the gradient to others, too.
-        of_shared = of_shared if ctx.ranks.sequence_parallel else of_shared.clone()
-        return ctx.ranks.start_complete(of_shared)(), None
+        return ctx.ranks.start_sum(of_shared.clone())(), None
 
 
 class _SumParts(torch.autograd.Function):

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute, set_queue
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
+from deepspeed_ext.runtime.topology import Pending
 from megatron_terapipe.model import tensor_parallel
 from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.model.mlp import Activation
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
-from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import model_config
 from tests.runtime.gradients.test_weight_gradients import tensors_kept_by
 

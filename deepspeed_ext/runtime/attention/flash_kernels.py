@@ -22,11 +22,11 @@ from deepspeed_ext.runtime.attention.kernels import (
     Attended,
     AttentionKernel,
     Gradients,
-    PaddedValues,
     PiecewiseAttention,
     Places,
     PlainAttention,
     QueryTile,
+    for_values,
     query_tiles,
 )
 
@@ -348,14 +348,14 @@ def kernel_for(
     """
     if softcap is not None:
         return PlainAttention(window=window, softcap=softcap)
-    same_width = value_size in (None, query.shape[-1])
+    value_size = value_size or query.shape[-1]
     if query.device.type == "cpu":
-        return cpu_flash(window) if same_width else PaddedValues(cpu_flash(window))
+        return for_values(cpu_flash(window), query, value_size)
     if query.device.type == "cuda":
         dtype, device = query.dtype, capability(query.device)
         if flash_takes(dtype, query.shape[-1], device):
-            return CudaFlash(window) if same_width else PaddedValues(CudaFlash(window))
-        if all(memory_efficient_takes(dtype, each or query.shape[-1], device) for each in (None, value_size)):
+            return for_values(CudaFlash(window), query, value_size)
+        if all(memory_efficient_takes(dtype, size, device) for size in (query.shape[-1], value_size)):
             return MemoryEfficient(window)
     return PlainAttention(window=window)
 

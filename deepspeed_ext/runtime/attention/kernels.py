@@ -152,6 +152,11 @@ class PaddedValues:
         )
 
 
+def for_values(kernel: AttentionKernel, query: Tensor, value_size: int) -> AttentionKernel:
+    """Return a kernel of one width for values of a width: as it is, or padded for values narrower than the queries."""
+    return kernel if value_size == query.shape[-1] else PaddedValues(kernel)
+
+
 def _widened(heads: Tensor, query: Tensor) -> Tensor:
     return F.pad(heads, (0, query.shape[-1] - heads.shape[-1]))
 

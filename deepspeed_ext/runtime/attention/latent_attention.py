@@ -20,14 +20,12 @@ keys and values would have to stay until then. Heads are computed in groups, so 
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_ext.plan.costs import EXPANDED_AT_ONCE
 from deepspeed_ext.runtime.attention.kernels import Attended, AttentionKernel, Gradients
 from deepspeed_ext.runtime.attention.token_slice_attention import KeyValueState
 from deepspeed_ext.runtime.gradients.weight_gradients import linear
-from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 KernelOfHeads = Callable[[Tensor, int], AttentionKernel]
 """The kernel for queries [B, N, h, n + r] of some heads, given the number of the first."""
@@ -120,26 +118,3 @@ def _groups(reach: Tensor, weight: Tensor) -> Iterator[slice]:
     at_once = max(EXPANDED_AT_ONCE // of_head, 1)
     for first in range(0, num_heads, at_once):
         yield slice(first, min(first + at_once, num_heads))
-
-
-def gathered(ranks: SequenceParallelRanks, latent: Tensor) -> Tensor:
-    """Return the latents [B, N, c + r] of all tokens of a token slice, for those [B, N / R, c + r] of this rank.
-
-    Each rank computes some of the heads of all tokens from them. Backward, the gradients of all heads are summed.
-    """
-    return _Gather.apply(latent, ranks)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part, ranks: SequenceParallelRanks):
-        ctx.ranks = ranks
-        return torch.cat(ranks.gather(part), dim=1)
-
-    @staticmethod
-    def backward(ctx, of_whole):
-        ranks = ctx.ranks
-        by_rank = of_whole.unflatten(1, (ranks.size, -1)).transpose(0, 1).contiguous()
-        own = torch.empty_like(by_rank[0])
-        dist.reduce_scatter_tensor(own, by_rank.flatten(0, 1), group=ranks.group)
-        return own, None

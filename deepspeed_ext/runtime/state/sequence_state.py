@@ -23,10 +23,10 @@ from deepspeed_ext.runtime.attention.head_exchange import (
 from deepspeed_ext.runtime.attention.kernels import (
     AttentionDropout,
     AttentionKernel,
-    PaddedValues,
     PlainAttention,
+    for_values,
 )
-from deepspeed_ext.runtime.attention.latent_attention import LatentTokenSliceAttention, expanded, gathered
+from deepspeed_ext.runtime.attention.latent_attention import LatentTokenSliceAttention, expanded
 from deepspeed_ext.runtime.attention.positional_dropout import DrawnNumbers, DropoutPlace
 from deepspeed_ext.runtime.attention.token_slice_attention import (
     KeysOfSequence,
@@ -385,7 +385,7 @@ class Past:
         start, key_size = self._begin_attention(query), query.shape[-1] - latent.shape[-1] + weight.shape[-1]
         if ranks.size > 1:
             check_heads(query.shape[2], query.shape[2], ranks.size)
-            (query,), latent, weight = to_all_tokens(ranks, query), gathered(ranks, latent), self.own_heads(weight)
+            (query,), latent, weight = to_all_tokens(ranks, query), ranks.gather_tokens(latent), self.own_heads(weight)
             first_head += ranks.rank * query.shape[2]
         value_size, state = weight.shape[1] - key_size, self._sequence.keys_and_values(self._layer, window)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -469,8 +469,7 @@ class Past:
             seen = self.cached_for_slice(
                 f"seen keys in window {window}", lambda: documents.seen(start, end, query.device, window)
             )
-            of_documents = DocumentsAtOnce(at_once, seen, end)
-            return of_documents if value_size == query.shape[-1] else PaddedValues(of_documents)
+            return for_values(DocumentsAtOnce(at_once, seen, end), query, value_size)
         kernel = kernel_for(query, window, softcap, value_size=value_size)
         if apart:
             return document_attention(lambda *_: kernel, documents, end, window)

@@ -40,14 +40,14 @@ from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.micro_batch import map_tensors, tensors_in
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule, takes_past
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks
+from deepspeed_ext.runtime.topology import ExpertParallelRanks, Pending, SequenceParallelRanks
 from megatron_terapipe.config import Config, ModelConfig, PrecisionConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.training import OptimizerConfig
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import ModelRanks, gpt_layers, gpt_loss
-from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.search.measure.sizes import (
     MESSAGE_BYTES,
     LinkClass,
