@@ -5,7 +5,7 @@ from megatron_terapipe.config.layers import BlockShape
 
 
 def block_activation_bytes_per_token(
-    model: ModelConfig, block: BlockShape, element_bytes: int, recompute: str = "none"
+    model: ModelConfig, block: BlockShape, element_bytes: int, recompute: str = "none", *, latents_kept: bool = False
 ) -> int:
     """Bytes that one block keeps of a token from its forward to its backward.
 
@@ -22,7 +22,7 @@ def block_activation_bytes_per_token(
     Args:
         element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
     """
-    key_value = flops.key_value_bytes_per_token(model, block, element_bytes)
+    key_value = flops.key_value_bytes_per_token(model, block, element_bytes, latents_kept=latents_kept)
     if recompute == "full":
         return model.hidden_size * element_bytes + key_value
     if recompute == "stage":
@@ -31,8 +31,8 @@ def block_activation_bytes_per_token(
     elements = (stay + (normed if recompute == "none" else 0)) * model.hidden_size
     kept = 0
     if block.num_key_value_heads:
-        value_size = model.kv_channels if block.latent is None else block.latent.value_size
-        elements += model.num_attention_heads * (model.kv_channels + value_size) + _normed_channels(model, block)
+        heads = model.num_attention_heads * (model.kv_channels + flops.value_size(model, block))
+        elements += heads + _normed_channels(model, block, latents_kept)
         kept = key_value + flops.LOG_SUM_EXP_BYTES * model.num_attention_heads
     if block.recurrence is not None:
         elements += flops.kept_channels(block.recurrence)
@@ -45,14 +45,14 @@ def block_activation_bytes_per_token(
     return (elements + widths * flops.dense_width(block)) * element_bytes + kept
 
 
-def _normed_channels(model: ModelConfig, block: BlockShape) -> int:
+def _normed_channels(model: ModelConfig, block: BlockShape, latents_kept: bool) -> int:
     """Channels of a token that norms of queries and keys keep, and gates: their sigmoid, and the gated output.
 
     Of latent attention, those that its norms and products keep.
     """
     queries, keys = model.num_attention_heads, block.num_key_value_heads
     if block.latent is not None:
-        return flops.latent_channels(block.latent, normed=model.qk_norm != "none")
+        return flops.latent_channels(block.latent, normed=model.qk_norm != "none", latents_kept=latents_kept)
     return model.kv_channels * (
         (model.qk_norm != "none") * (queries + keys) + 2 * model.attention_output_gate * queries
     )

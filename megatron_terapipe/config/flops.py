@@ -111,15 +111,17 @@ def latent_expansion_weights(model: ModelConfig, sizes: LatentSizes) -> int:
     return sizes.rank * model.num_attention_heads * (sizes.key_size + sizes.value_size)
 
 
-def latent_channels(sizes: LatentSizes, *, normed: bool) -> int:
+def latent_channels(sizes: LatentSizes, *, normed: bool, latents_kept: bool = False) -> int:
     """Numbers that latent attention keeps of a token for its products and norms, besides the queries of its heads.
 
     These are the inputs of norms and the normed query latent, or the output of the first product where queries have a
-    latent without a norm; and the latent with the rotated key, from which keys and values are computed.
+    latent without a norm; and the latent with the rotated key, the input of keys and values, unless it is kept for
+    later token slices anyway.
     """
+    inputs = 0 if latents_kept else sizes.kept_size
     if normed:
-        return 2 * sizes.query_rank + sizes.rank + sizes.kept_size
-    return (sizes.query_rank + sizes.kept_size if sizes.query_rank else 0) + sizes.kept_size
+        return inputs + 2 * sizes.query_rank + sizes.rank
+    return inputs + (sizes.query_rank + sizes.kept_size if sizes.query_rank else 0)
 
 
 def recurrence_channels(sizes: Recurrence) -> int:
@@ -196,7 +198,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
         shared += model.has_qkv_bias * ((1 + model.attention_output_gate) * queries + 2 * keys)
         shared += (model.qk_norm == "all-heads") * (queries + keys)
     if block.latent is not None:
-        shared -= latent_down_weights(model, block.latent)
+        shared -= latent_down_weights(model, block.latent)  # among those that are not shared, below
     if block.recurrence is not None:
         shared += recurrence_parameters(block.recurrence)
     shared += model.has_mlp_bias * (1 + model.gated) * dense_width(block)
@@ -277,8 +279,12 @@ def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
     """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
     if not block.num_key_value_heads:
         return 0
-    value_size = model.kv_channels if block.latent is None else block.latent.value_size
-    return 2 * model.num_attention_heads * (model.kv_channels + value_size)
+    return 2 * model.num_attention_heads * (model.kv_channels + value_size(model, block))
+
+
+def value_size(model: ModelConfig, block: BlockShape) -> int:
+    """Width of a head's values; `kv_channels` is the width of its queries and keys."""
+    return model.kv_channels if block.latent is None else block.latent.value_size
 
 
 def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, prefix_len: int = 0) -> int:
@@ -329,10 +335,9 @@ def key_value_bytes_per_token(
     Args:
         latents_kept: whether layers with latent attention keep latents in their place.
     """
-    if block.latent is None:
-        return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
-    expanded = block.num_key_value_heads * (model.kv_channels + block.latent.value_size)
-    return (block.latent.kept_size if latents_kept else expanded) * element_bytes
+    if latents_kept and block.latent is not None:
+        return block.latent.kept_size * element_bytes
+    return block.num_key_value_heads * (model.kv_channels + value_size(model, block)) * element_bytes
 
 
 def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int]:

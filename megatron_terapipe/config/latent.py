@@ -3,11 +3,12 @@
 DeepSeek    DeepSeek-AI, DeepSeek-V2, arXiv 2405.04434 section 2.1, equations 9 to 19
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log
 
 from megatron_terapipe.config.layers import MOST_WIDTH, LatentSizes
-from megatron_terapipe.config.options import flag, option, resolve
+from megatron_terapipe.config.options import option, resolve, with_value
 from megatron_terapipe.config.recurrences import RecurrenceSettings
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
@@ -78,11 +79,19 @@ def resolve_latent(model: LatentSettings, *, layernorm_epsilon: float) -> None:
         object.__setattr__(model, "kv_channels", sizes.head_size)
 
 
-def check_latent(model: LatentSettings, **others: tuple[object, tuple[object, ...]]) -> None:
-    """Check that the settings of other attention are at their defaults.
+_OF_OTHERS: Mapping[str, tuple[object, ...]] = {
+    "qk_norm": ("none", "head"),
+    "attention_output_gate": (False,),
+    "add_attention_bias": (False,),
+    "add_qkv_bias": (False,),
+    "rotary_percent": (1,),
+    "heterogeneous_layers_config_path": (None,),
+}
+"""Settings of the model section for other attention, and the values that go with latent attention."""
 
-    Args:
-        **others: values of these settings, and the allowed ones: `name=(value, allowed values)`.
+
+def check_latent(model: LatentSettings) -> None:
+    """Check that a model section with latent attention has no setting of another attention.
 
     Raises:
         ConfigError: naming the value and the rule.
@@ -100,8 +109,7 @@ def check_latent(model: LatentSettings, **others: tuple[object, tuple[object, ..
             f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim} together: no kernel of attention takes such heads, so "
             "lower it"
         )
-    for name, (value, allowed) in others.items():
-        if value not in allowed:
-            raise ConfigError(
-                f"{flag(name)} {value} does not go with --multi-latent-attention: {MODEL_CANNOT_BE_TRAINED}"
-            )
+    for name, allowed in _OF_OTHERS.items():
+        if (value := getattr(model, name)) not in allowed:
+            words = f"{with_value(name, value)} does not go with --multi-latent-attention"
+            raise ConfigError(f"{words}: {MODEL_CANNOT_BE_TRAINED}")

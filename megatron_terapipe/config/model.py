@@ -195,15 +195,7 @@ class ModelConfig(RotationSettings):
                 f"{self.vocab_size} or more"
             )
         check_rotation(self)
-        check_latent(
-            self,
-            qk_norm=(self.qk_norm, ("none", "head")),
-            attention_output_gate=(self.attention_output_gate, (False,)),
-            add_attention_bias=(self.add_attention_bias, (False,)),
-            add_qkv_bias=(self.add_qkv_bias, (False,)),
-            rotary_percent=(self.rotary_percent, (1,)),
-            heterogeneous_layers_config_path=(self.heterogeneous_layers_config_path, (None,)),
-        )
+        check_latent(self)
         check_experts(self)
         resolve_recurrences(self, num_layers=self.num_layers, hidden_size=self.hidden_size)
         self._check_block()

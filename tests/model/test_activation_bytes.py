@@ -48,9 +48,12 @@ RECOMPUTE = ["none", "selective"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: tuple[int, ...], recompute: str) -> int:
+def kept_bytes(
+    model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: tuple[int, ...], recompute: str, **more: bool
+) -> int:
     """Bytes of the storages that the backward of a block will read, keys and values included, parameters not."""
-    layer = TransformerBlock(model, block, TensorParallelRanks(), recompute_cheap=recompute == "selective").to(dtype)
+    layer = TransformerBlock(model, block, TensorParallelRanks(), recompute_cheap=recompute == "selective", **more)
+    layer.to(dtype)
     state = SequenceState(TokenSlices(cut), sequences=range(ROWS))
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -133,6 +136,16 @@ def test_formula_equals_the_tensors_of_autograd(
     left_out = left_out_bytes(model, block, dtype.itemsize, cut, recompute)
     assert kept_bytes(model, block, dtype, cut, recompute) == formula + left_out
     assert left_out < 0.05 * formula
+
+
+@pytest.mark.parametrize("cut", [(SEQ,), (20, 12)], ids=["whole", "token_slices"])
+@pytest.mark.parametrize("name", ["deepseek_like", "minicpm3_like"])
+def test_formula_where_latents_are_kept(name: str, cut: tuple[int, ...]) -> None:
+    model, latents = SHAPES[name], {"latents_kept": True}
+    block = model.blocks[0]
+    formula = ROWS * SEQ * block_activation_bytes_per_token(model, block, 2, **latents)
+    left_out = left_out_bytes(model, block, 2, cut, "none")
+    assert kept_bytes(model, block, torch.bfloat16, cut, "none", **latents) == formula + left_out
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

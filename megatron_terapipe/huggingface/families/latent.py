@@ -9,7 +9,7 @@ from math import sqrt
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.huggingface.families.family import TensorNames
+from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.layer_settings import rotations
 from megatron_terapipe.huggingface.families.llama import llama_like, swish
 from megatron_terapipe.huggingface.families.mixtures import (
@@ -19,6 +19,7 @@ from megatron_terapipe.huggingface.families.mixtures import (
     scaled_weights,
     shared_experts,
     sigmoid_routing,
+    without_further_layers,
 )
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
@@ -97,41 +98,62 @@ def _experts(width: int) -> tuple[Setting, ...]:
     )
 
 
-def _names(model: ModelConfig) -> TensorNames:
-    return TensorNames(unread=f"model.layers.{model.num_layers}.")
+def _like_v3(
+    name: str,
+    architecture: str,
+    experts: tuple[int, int],
+    latents: tuple[Setting, ...],
+    *settings: Setting,
+    width: int,
+    scale: float,
+    groups: tuple[int, int] = (1, 1),
+    **more: Any,
+) -> Family:
+    """Return a family with the routing and the latents of DeepSeek-V3.
+
+    Args:
+        experts: defaults of their number, and of the number that a token chooses.
+        width: default of the width of an expert.
+        scale: as `groups`, as in `sigmoid_routing`.
+    """
+    return mixture(
+        name,
+        architecture,
+        ("n_routed_experts", *experts),
+        *latents,
+        _interleaved(),
+        *_experts(width),
+        *sigmoid_routing(scale, groups),
+        shared_experts(1),
+        *settings,
+        tensors=without_further_layers,
+        **{"aliases": {"n_routed_experts": "num_local_experts"}} | _USUAL | more,
+    )
 
 
-DEEPSEEK_V3 = mixture(
+DEEPSEEK_V3 = _like_v3(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    ("n_routed_experts", 256, 8),
-    *_latents(1536, 512, (128, 64, 128)),
-    _interleaved(),
-    *_experts(2048),
-    *sigmoid_routing(2.5, (8, 4)),
-    shared_experts(1),
+    (256, 8),
+    _latents(1536, 512, (128, 64, 128)),
     layers_of_experts(3),
-    aliases={"n_routed_experts": "num_local_experts"},
-    tensors=_names,
+    width=2048,
+    scale=2.5,
+    groups=(8, 4),
     defaults=(129280, 4096, 7168, 18432, 61, 128),
-    **_USUAL,
 )
 
-SARVAM_MLA = mixture(
+SARVAM_MLA = _like_v3(
     "sarvam_mla",
     "DeepseekV3ForCausalLM",
-    ("n_routed_experts", 128, 8),
-    *_latents(None, 512, (128, 64, 128)),
-    _interleaved(),
-    *_experts(2048),
-    *sigmoid_routing(2.5),
-    shared_experts(1),
+    (128, 8),
+    _latents(None, 512, (128, 64, 128)),
     layers_of_experts(1),
+    width=2048,
+    scale=2.5,
     aliases={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
-    tensors=_names,
     defaults=(262144, 4096, 4096, 16384, 32, 64),
     init_std=0.006,
-    **_USUAL,
 )
 
 
@@ -141,25 +163,20 @@ def _read_types(file: SettingsFile, fields: Fields) -> Fields:
     return layers_with_experts([each == "sparse" for each in types])
 
 
-GLM4_MOE_LITE = mixture(
+GLM4_MOE_LITE = _like_v3(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
-    ("n_routed_experts", 64, 4),
-    *_latents(768, 512, (192, 64, 256)),
-    _interleaved(),
-    *_experts(1536),
-    *sigmoid_routing(1.8),
-    shared_experts(1),
+    (64, 4),
+    _latents(768, 512, (192, 64, 256)),
     Setting(
         ("mlp_layer_types",),
         _read_types,
         lambda model: {"mlp_layer_types": ["sparse" if each.num_experts else "dense" for each in model.blocks]},
     ),
-    aliases={"n_routed_experts": "num_local_experts"},
-    tensors=_names,
+    width=1536,
+    scale=1.8,
     epsilon=1e-5,
     defaults=(154880, 202752, 2048, 10240, 47, 20),
-    **_USUAL,
 )
 
 DEEPSEEK_V2 = mixture(
@@ -177,7 +194,7 @@ DEEPSEEK_V2 = mixture(
     shared_experts(2),
     layers_of_experts(0),
     aliases={"n_routed_experts": "num_experts"},
-    tensors=_names,
+    tensors=without_further_layers,
     defaults=(102400, 2048, 4096, 11008, 32, 32),
     **_USUAL,
 )

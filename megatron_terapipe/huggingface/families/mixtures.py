@@ -257,6 +257,11 @@ def scaled_weights(default: float) -> Setting:
     return unless("routed_scaling_factor", "moe_router_topk_scaling_factor", NUMBER, 1.0, default)
 
 
+def without_further_layers(model: ModelConfig) -> TensorNames:
+    """Return the usual names. Layers after the last one predict further tokens; transformers leaves them out, too."""
+    return TensorNames(unread=f"model.layers.{model.num_layers}.")
+
+
 GLM4_MOE = mixture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -266,12 +271,11 @@ GLM4_MOE = mixture(
     shared_experts(1),
     layers_of_experts(1),
     word("use_qk_norm", "qk_norm", {False: "none", True: "head"}, False),
-    # A further layer predicts the token after the next one; transformers leaves it out, too.
     ignored("num_nextn_predict_layers", "num_mtp_layers"),
     rotation=rotations(part=0.5),
     bias=biases(qkv="attention_bias"),
     aliases={"n_routed_experts": "num_local_experts"},
-    tensors=lambda model: TensorNames(unread=f"model.layers.{model.num_layers}."),
+    tensors=without_further_layers,
     # Published files have it; the other defaults of transformers are no model without it.
     head_size=128,
     key_heads=8,

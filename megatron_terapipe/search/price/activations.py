@@ -18,7 +18,13 @@ from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.compiled import KINDS, OpColumns
-from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES, kept_channels, routed_activation_bytes, state_bytes
+from megatron_terapipe.config.flops import (
+    LOG_SUM_EXP_BYTES,
+    kept_channels,
+    latent_channels,
+    routed_activation_bytes,
+    state_bytes,
+)
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.price.layer_times import Numbers, ScalarOrArray, held_rows, key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
@@ -187,12 +193,12 @@ class LayerMemory:
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             # A gate keeps its sigmoid, and the projection the gated output.
             normed_heads = element * attention.normed_channels / size + 2 * attention.gated * query
-            normed_heads = normed_heads + element * attention.latent_channels * whole
-            if attention.latent is not None and self.kept_keys.latents:
-                # The product of keys and values keeps no input of its own.
-                normed_heads = normed_heads - element * attention.latent.kept_size * whole
-                # Keys and values of a few heads, and their gradients, exist while attention runs.
-                expanded = 4 * query
+            if (latent := attention.latent) is not None:
+                latents = latent_channels(latent, normed=attention.normed, latents_kept=self.kept_keys.latents)
+                normed_heads = normed_heads + element * latents * whole
+                if self.kept_keys.latents:
+                    # Keys and values of a few heads, and their gradients, exist while attention runs.
+                    expanded = 4 * query
             positions = attention.most_positions(layer.tokens)
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
             copies = 2 * element + 1 if self.software.attention.keeps_dropped else element

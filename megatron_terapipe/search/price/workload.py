@@ -87,11 +87,6 @@ class Attention:
         return (self.query_heads + self.key_value_heads) * self.head_size if self.normed and not self.latent else 0
 
     @property
-    def latent_channels(self) -> int:
-        """Numbers of a token that latent attention keeps for its norms and products; every rank keeps all of them."""
-        return 0 if self.latent is None else flops.latent_channels(self.latent, normed=self.normed)
-
-    @property
     def flops_per_position(self) -> int:
         """Forward FLOPs of a token for each position that it attends to: one score and one weighted value."""
         return 2 * self.query_heads * (self.head_size + self.value_size)
