@@ -65,6 +65,7 @@ class Config:
             self.token_slices()
         self._check_document_cuts()
         self._check_precision()
+        self._check_kept_latents()
         self._check_iterations()
 
     @classmethod
@@ -287,6 +288,13 @@ class Config:
             "--accumulate-allreduce-grads-in-fp32 with --bf16 and --zero-stage 0 is not in DeepSpeed: use "
             "--zero-stage 1"
         )
+
+    def _check_kept_latents(self) -> None:
+        if self.training.latent_kept == "latent" and all(block.latent is None for block in self.model.blocks):
+            raise ConfigError(
+                "--latent-kept latent has no effect without layers of --multi-latent-attention: add it, or drop "
+                "--latent-kept"
+            )
 
     def _tokens_per_step(self) -> int:
         """Tokens of a sample or of an iteration, whichever training is counted in."""

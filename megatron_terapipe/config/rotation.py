@@ -275,6 +275,10 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
 
 def check_rotation(model: RotationSettings) -> None:
     """Check the settings of rotations against each other."""
+    if model.multi_latent_attention and model.rotary_channels % 2:
+        raise ConfigError(
+            f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim} is odd, and rotated channels turn in pairs: change it"
+        )
     if model.rotates and (model.rotary_channels < 2 or model.rotary_channels % 2):
         raise ConfigError(
             f"--rotary-percent {model.rotary_percent} of heads of width {model.kv_channels} rotates "
