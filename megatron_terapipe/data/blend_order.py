@@ -82,7 +82,7 @@ class BlendOrder:
             if end % _BLOCKS_STORED_ONCE:
                 return self._advanced(given, known, end)["given"]
             compute = partial(self._advanced, given, known, end)
-            stored = self._cache.get(self._description | {"samples": end * _BLOCK}, compute)
+            stored = self._cache.get(self._description | {"samples": end * _BLOCK}, ("given",), compute)
             given = self._given[end] = np.asarray(stored["given"][:])
             known = end
         return given

@@ -131,7 +131,7 @@ class GPTDataset:
             "epoch": epoch,
             "seed": self._seed,
         }
-        return EpochOrder(**self._cache.get(description, lambda: draw()._asdict()))
+        return EpochOrder(**self._cache.get(description, EpochOrder._fields, lambda: draw()._asdict()))
 
     def prepare(self, sample: int) -> None:
         """Draw the order that a run from a sample on begins with, if that takes long."""

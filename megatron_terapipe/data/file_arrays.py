@@ -14,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from errno import EMFILE
 from functools import cache, cached_property
@@ -240,12 +240,18 @@ class IndexCache:
         """Whether anything is kept: then one process per host computes, and may show its progress."""
         return self._folder is not None
 
-    def get(self, description: Mapping[str, object], compute: Callable[[], Arrays]) -> Mapping[str, Numbers]:
-        """Return the arrays [length] of a description, as columns of files if they are stored."""
+    def get(
+        self, description: Mapping[str, object], names: Collection[str], compute: Callable[[], Arrays]
+    ) -> Mapping[str, Numbers]:
+        """Return the arrays [length] of a description, as columns of files if they are stored.
+
+        Args:
+            names: names of the arrays that `compute` returns.
+        """
         if self._folder is None:
             return compute()
         key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
-        found = _load(self._folder, key, description)
+        found = _load(self._folder, key, description, names)
         if found is not None:
             return found
         computed: Arrays | None = None
@@ -253,11 +259,11 @@ class IndexCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             with _lock(self._folder / ".lock"):
                 # Another process may have been faster.
-                found = _load(self._folder, key, description)
+                found = _load(self._folder, key, description, names)
                 if found is None:
                     computed = compute()
                     _store(self._folder, key, description, computed)
-                    found = _load(self._folder, key, description)
+                    found = _load(self._folder, key, description, names)
         except OSError as error:
             if self._required:
                 raise DataError(
@@ -270,13 +276,15 @@ class IndexCache:
         return compute() if computed is None else computed
 
 
-def _load(folder: Path, key: str, description: Mapping[str, object]) -> Mapping[str, Numbers] | None:
+def _load(
+    folder: Path, key: str, description: Mapping[str, object], names: Collection[str]
+) -> Mapping[str, Numbers] | None:
     """Return an entry; None if it is missing or damaged."""
     try:
         entry = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
         if entry["description"] != description:
             return None
-        return {name: _column(_file(folder, key, name), **stored) for name, stored in entry["arrays"].items()}
+        return {name: _column(_file(folder, key, name), **entry["arrays"][name]) for name in names}
     except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

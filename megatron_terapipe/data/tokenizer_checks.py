@@ -60,8 +60,8 @@ def token_range(prefix: str, cache: IndexCache) -> tuple[int, int]:
     # A copy may keep the time of writing, but not that of the last change of the file.
     times = {"written_ns": state.st_mtime_ns, "changed_ns": state.st_ctime_ns}
     description = {"range of token ids of": str(path), "bytes": state.st_size, **times}
-    found = cache.get(description, lambda: {"range": _range(IndexedDataset(prefix).tokens, path.name)})["range"]
-    return int(found[0]), int(found[1])
+    read = cache.get(description, ("range",), lambda: {"range": _range(IndexedDataset(prefix).tokens, path.name)})
+    return int(read["range"][0]), int(read["range"][1])
 
 
 def _first_outside(tokens: FileColumn, vocab_size: int) -> tuple[int, int]:

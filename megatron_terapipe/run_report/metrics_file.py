@@ -145,8 +145,9 @@ class Piece:
 
     @cached_property
     def iterations(self) -> list[IterationMetrics]:
-        """Its iterations."""
-        return self.of(IterationMetrics)
+        """Its iterations, each once, in ascending order, also where a damaged line was the start of a later piece."""
+        last = {each.iteration: each for each in self.of(IterationMetrics)}
+        return [last[number] for number in sorted(last)]
 
     @property
     def end(self) -> RunEnd | None:

@@ -17,6 +17,7 @@ from megatron_terapipe.errors import DataError
 from tests.hostile_files import hostile_array
 
 DESCRIPTION = {"kind": "squares", "size": 5}
+NAMES = ("number", "square")
 
 
 class Squares:
@@ -41,17 +42,17 @@ SQUARES = [[0, 1, 2, 3, 4], [0.0, 1.0, 4.0, 9.0, 16.0]]
 def test_computed_arrays_are_found_by_their_description(tmp_path: Path) -> None:
     compute = Squares()
     for _ in range(2):
-        arrays = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION, compute)
+        arrays = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION, NAMES, compute)
         assert values(arrays) == SQUARES
         assert isinstance(arrays["number"], FileColumn)
     assert compute.calls == 1
-    other = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION | {"size": 2}, Squares(2))
+    other = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION | {"size": 2}, NAMES, Squares(2))
     assert values(other) == [[0, 1], [0.0, 1.0]]
 
 
 def test_without_a_directory_arrays_are_computed_each_time() -> None:
     compute, cache = Squares(), IndexCache(None)
-    assert values(cache.get(DESCRIPTION, compute)) == values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert values(cache.get(DESCRIPTION, NAMES, compute)) == values(cache.get(DESCRIPTION, NAMES, compute)) == SQUARES
     assert compute.calls == 2
     assert not cache.keeps
 
@@ -69,6 +70,10 @@ def make_each_number_a_record(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'<i8"', b'<i8,"') + b" ")
 
 
+def rename_an_array(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"number", b"numbed") + b" ")
+
+
 def change_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-7] ^= 4
@@ -76,26 +81,27 @@ def change_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [Path.unlink, truncate, put_another_array_in_its_place, change_a_bit, make_each_number_a_record]
+    "damage",
+    [Path.unlink, truncate, put_another_array_in_its_place, change_a_bit, make_each_number_a_record, rename_an_array],
 )
 @pytest.mark.parametrize("pattern", ["*-number.npy", "*-square.npy", "*.json"])
 def test_damaged_entries_are_computed_again(tmp_path: Path, pattern: str, damage: Callable[[Path], None]) -> None:
     compute, cache = Squares(), IndexCache(tmp_path)
-    cache.get(DESCRIPTION, compute)
+    cache.get(DESCRIPTION, NAMES, compute)
     (path,) = tmp_path.glob(pattern)
     damage(path)
-    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert values(cache.get(DESCRIPTION, NAMES, compute)) == SQUARES
     assert compute.calls == 2
-    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert values(cache.get(DESCRIPTION, NAMES, compute)) == SQUARES
     assert compute.calls == 2
 
 
 def test_a_pickle_in_place_of_an_array_is_not_read(tmp_path: Path) -> None:
     compute, cache = Squares(), IndexCache(tmp_path / "cache")
-    cache.get(DESCRIPTION, compute)
+    cache.get(DESCRIPTION, NAMES, compute)
     for path in (tmp_path / "cache").glob("*.npy"):
         hostile_array(path, tmp_path / "hit")
-    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert values(cache.get(DESCRIPTION, NAMES, compute)) == SQUARES
     assert not (tmp_path / "hit").exists()
 
 
@@ -104,7 +110,7 @@ def test_files_have_the_permissions_that_the_user_gives(tmp_path: Path, umask: i
     tmp_path.chmod(0o777)  # The permissions of the folder do not matter.
     before = os.umask(umask)
     try:
-        IndexCache(tmp_path).get(DESCRIPTION, Squares())
+        IndexCache(tmp_path).get(DESCRIPTION, NAMES, Squares())
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
@@ -122,27 +128,27 @@ def test_an_interruption_leaves_no_partial_entry(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(np, "save", dies)
     compute, cache = Squares(), IndexCache(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        cache.get(DESCRIPTION, compute)
+        cache.get(DESCRIPTION, NAMES, compute)
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob("*.json"))
     monkeypatch.undo()
-    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert values(cache.get(DESCRIPTION, NAMES, compute)) == SQUARES
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"^--data-cache-path .*/file cannot be written \(.*\): name another, or"):
-        IndexCache(tmp_path / "file").get(DESCRIPTION, Squares())
+        IndexCache(tmp_path / "file").get(DESCRIPTION, NAMES, Squares())
 
 
 def test_the_entry_of_other_data_is_computed_again(tmp_path: Path) -> None:
     """As if a folder was copied together from several."""
     one, other = IndexCache(tmp_path / "one"), IndexCache(tmp_path / "other")
-    one.get(DESCRIPTION, Squares())
-    other.get(DESCRIPTION | {"size": 2}, Squares(2))
+    one.get(DESCRIPTION, NAMES, Squares())
+    other.get(DESCRIPTION | {"size": 2}, NAMES, Squares(2))
     for end in (".json", "-number.npy", "-square.npy"):
         (target,), (source,) = (list((tmp_path / folder).glob(f"*{end}")) for folder in ("one", "other"))
         target.write_bytes(source.read_bytes())
-    assert values(one.get(DESCRIPTION, Squares())) == SQUARES
+    assert values(one.get(DESCRIPTION, NAMES, Squares())) == SQUARES
 
 
 def test_waiting_for_a_stopped_process_with_the_lock_ends(
@@ -152,15 +158,15 @@ def test_waiting_for_a_stopped_process_with_the_lock_ends(
     monkeypatch.setattr(file_arrays, "_PATIENCE_S", 0.3)
     with (tmp_path / ".lock").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert values(IndexCache(tmp_path).get(DESCRIPTION, Squares())) == SQUARES
+        assert values(IndexCache(tmp_path).get(DESCRIPTION, NAMES, Squares())) == SQUARES
     assert capsys.readouterr().err == f"waiting for another process that fills {tmp_path}\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_an_entry_is_read_from_a_folder_without_write_permission(tmp_path: Path) -> None:
-    IndexCache(tmp_path).get(DESCRIPTION, Squares())
+    IndexCache(tmp_path).get(DESCRIPTION, NAMES, Squares())
     tmp_path.chmod(0o500)
-    assert values(IndexCache(tmp_path).get(DESCRIPTION, Squares())) == SQUARES
+    assert values(IndexCache(tmp_path).get(DESCRIPTION, NAMES, Squares())) == SQUARES
 
 
 RACER = """
@@ -180,7 +186,7 @@ def compute(size):
 print("ready", flush=True)
 sys.stdin.readline()
 for size in range(3):
-    number = IndexCache(folder / "cache").get({"size": size}, lambda: compute(size))["number"]
+    number = IndexCache(folder / "cache").get({"size": size}, ("number",), lambda: compute(size))["number"]
     assert number[:].tolist() == list(range(100_000))
 """
 

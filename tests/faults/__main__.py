@@ -6,6 +6,7 @@ python -m tests.faults --only soak          # one campaign
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices")
     parser.add_argument("--output", type=Path, default=Path("runs/faults"), help="folder for report.md and report.json")
     options = parser.parse_args(argv)
+    # Commands that a shell starts in the background ignore Ctrl-C, and so do all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sections: list[Section] = []
     kept = True
     for name in options.only:

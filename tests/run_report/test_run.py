@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.run_report.figures import incidents
 from megatron_terapipe.run_report.metrics_file import line_of, metrics_schema, read_runs
 from megatron_terapipe.run_report.report import read_report
 from megatron_terapipe.training.records import Note
@@ -85,6 +86,13 @@ def test_damaged_lines_are_skipped_with_one_warning(tmp_path: Path, bad: str) ->
     assert len(run.iterations) == 5
     (fault,) = run.faults
     assert fault.startswith(f"{path}: line 3, and 1 more lines ") and "\n" not in fault
+
+
+def test_iterations_stay_in_order_where_the_line_of_a_start_was_damaged(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "metrics.jsonl", lines_of([9, 1, 2, 3, 2, 3, 4], {1: {"spiky_loss": True}}))
+    (run,) = read_runs([str(path)])
+    assert [each.iteration for each in run.iterations] == [1, 2, 3, 4, 9]
+    assert [each.where for each in incidents(run) if each.kind == "spike"] == ["iteration 1"]
 
 
 @pytest.mark.parametrize("text", ["", "nothing\n", "{}\n", None])
