@@ -13,7 +13,8 @@ again; the same with gradients of keys and values in bf16; with tensors that are
 of a host's memory; and whole sequences with every layer computed again. It counts the bytes of all tensors that torch
 allocates in the step, without weight gradients; the buffers of kernels are in the process only. `speed` trains
 on two ranks, with one token slice and with several, in turns. `mixers` does so for Mamba-2 and for attention in the
-same model, and counts the tensors that torch allocates in a step, in one that is not timed.
+same model, and counts the tensors that torch allocates in a step; `latents` for latent attention, with keys and values
+or latents kept for later token slices.
 
 Closed form of the peak, which the second backward reaches in the last layer: keys and values of all tokens; gradients
 of keys and values of all but the last token slice; activations of one token slice on the stage; and gradients under
@@ -259,12 +260,23 @@ def memory(options: argparse.Namespace) -> Section:
     return section
 
 
-def build_both(model: ModelConfig, count: int, recompute: str) -> list[tuple[Any, Iterator[Any]]]:
-    """Return engines of this rank with one token slice and with several, and their batches."""
+def build_each(
+    models: Sequence[tuple[ModelConfig, bool]], count: int, recompute: str
+) -> list[tuple[Any, Iterator[Any]]]:
+    """Return engines of this rank for each model, with one token slice and with several, and their batches.
+
+    Args:
+        models: each with whether latents are kept.
+    """
     join()
-    cuts = TokenSlices.uniform(model.seq_length, 1), balanced_token_slices(model, count)
-    engines = [our_engine(model, cut, 1, num_stages=2, recompute=recompute) for cut in cuts]
-    return [(engine, batches(model, for_deepspeed=False)) for engine in engines]
+    return [
+        (
+            our_engine(model, cut, 1, num_stages=2, recompute=recompute, latents_kept=latents_kept),
+            batches(model, for_deepspeed=False),
+        )
+        for model, latents_kept in models
+        for cut in (TokenSlices.uniform(model.seq_length, 1), balanced_token_slices(model, count))
+    ]
 
 
 def timed_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> tuple[float, float, float, float]:
@@ -277,6 +289,15 @@ def timed_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> tuple[floa
     return time.perf_counter() - start, computed, timelines[0].bubble_ratio, loss.item()
 
 
+def counted_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> tuple[float, int, float]:
+    """Train one step: its seconds, peak bytes of the tensors that it allocates, and loss."""
+    engine, data = built[which]
+    start = time.perf_counter()
+    with LiveBytes() as live:
+        loss = engine.train_batch(data)
+    return time.perf_counter() - start, live.peak, loss.item()
+
+
 def speed(options: argparse.Namespace) -> Section:
     """Time a step of two stages with one token slice and with several, in turns, after one that warms up."""
     model = long_model(options.tokens, options.layers, options.window)
@@ -287,7 +308,8 @@ def speed(options: argparse.Namespace) -> Section:
     )
     times: list[list[float]] = [[], []]
     last = [(0.0, 0.0, 0.0)] * 2
-    with World(2, build_both, model, count, options.recompute, variables=[{"OMP_NUM_THREADS": "1"}] * 2) as world:
+    built = ([(model, False)], count, options.recompute)
+    with World(2, build_each, *built, variables=[{"OMP_NUM_THREADS": "1"}] * 2) as world:
         for turn in range(options.rounds + options.warm_up):
             for which in range(2):
                 found = world.run(timed_step, which)
@@ -314,57 +336,85 @@ def mixer_model(tokens: int, num_layers: int, symbol: str) -> ModelConfig:
     return ModelConfig(
         num_layers=2 * num_layers,
         hybrid_layer_pattern=f"{symbol}-" * num_layers,
-        hidden_size=64,
-        num_attention_heads=2,
         mamba_num_heads=2,
         mamba_head_dim=32,
         mamba_num_groups=2,
         mamba_state_dim=32,
-        seq_length=tokens,
-        vocab_size=256,
-        position_embedding_type="rope",
-        normalization="rmsnorm",
-        disable_bias_linear=True,
+        **_small(tokens, 64),
     )
 
 
-def build_mixers(models: Sequence[ModelConfig], count: int, recompute: str) -> list[tuple[Any, Iterator[Any]]]:
-    """Return engines of this rank for each model, with one token slice and with several, and their batches."""
-    return [built for model in models for built in build_both(model, count, recompute)]
+def latent_model(tokens: int, num_layers: int, width: int) -> ModelConfig:
+    """A model with latent attention, with a head of 16 + 8 and 16 channels for each 32 of the hidden size.
+
+    Args:
+        width: hidden size, eight times the width of latents.
+    """
+    return ModelConfig(
+        num_layers=num_layers,
+        multi_latent_attention=True,
+        kv_lora_rank=width // 8,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
+        qk_norm="head",
+        **_small(tokens, width),
+    )
 
 
-def peak_of_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> int:
-    """Train one step: peak bytes of the tensors that it allocates."""
-    engine, data = built[which]
-    with LiveBytes() as live:
-        engine.train_batch(data)
-    return live.peak
+def _small(tokens: int, width: int) -> dict[str, Any]:
+    """Settings of both."""
+    return {
+        "hidden_size": width,
+        "num_attention_heads": width // HEAD_DIM,
+        "seq_length": tokens,
+        "vocab_size": 256,
+        "position_embedding_type": "rope",
+        "normalization": "rmsnorm",
+        "disable_bias_linear": True,
+    }
 
 
 def mixers(options: argparse.Namespace) -> Section:
     """Time and peak of a step of two stages with a state, and with attention, each with one token slice and several."""
-    names = {"M": "Mamba-2", "A": "attention"}
-    models = [mixer_model(options.tokens, options.layers, symbol) for symbol in names]
+    names = {"Mamba-2": "M", "attention": "A"}
+    models = {name: (mixer_model(options.tokens, options.layers, symbol), False) for name, symbol in names.items()}
+    return compared(models, options, f"{options.layers} mixers")
+
+
+def latents(options: argparse.Namespace) -> Section:
+    """Time and peak of a step of two stages with latent attention, keys and values or latents kept."""
+    model = latent_model(options.tokens, options.layers, options.width)
+    return compared({"expanded": (model, False), "latent": (model, True)}, options, f"{options.layers} layers")
+
+
+def compared(models: dict[str, tuple[ModelConfig, bool]], options: argparse.Namespace, what: str) -> Section:
+    """Time and peak of each model, with one token slice and with several.
+
+    Args:
+        models: by name, each with whether latents are kept.
+        what: their layers, for the title.
+    """
     count = options.token_slices
     section = Section(
-        f"{options.tokens:,} tokens, {options.layers} mixers, two stages, recompute {options.recompute}, fp32",
-        ("mixer", "token slices", "median s", "speed-up", "peak MB, larger rank", "of one token slice", "loss"),
+        f"{options.tokens:,} tokens, {what}, two stages, recompute {options.recompute}, fp32",
+        ("model", "token slices", "median s", "speed-up", "peak MB, larger rank", "of one token slice", "loss"),
     )
-    ways = list(product(names.values(), (1, count)))
-    built = (models, count, options.recompute)
-    times: list[list[float]] = [[] for _ in ways]
-    losses = [0.0] * len(ways)
-    with World(2, build_mixers, *built, variables=[{"OMP_NUM_THREADS": "1"}] * 2) as world:
-        peaks = [max(world.run(peak_of_step, which)) for which in range(len(ways))]
+    ways = list(product(models, (1, count)))
+    steps: list[list[float]] = [[] for _ in ways]
+    peaks, losses = [0] * len(ways), [0.0] * len(ways)
+    built = (list(models.values()), count, options.recompute)
+    with World(2, build_each, *built, variables=[{"OMP_NUM_THREADS": "1"}] * 2) as world:
         for _ in range(options.rounds):
-            for which, seconds in enumerate(times):
-                found = world.run(timed_step, which)
-                seconds.append(max(each[0] for each in found))
-                losses[which] = found[0][3]
+            for which, seconds in enumerate(steps):
+                times, allocated, (losses[which], _) = zip(*world.run(counted_step, which), strict=True)
+                seconds.append(max(times))
+                peaks[which] = max(allocated)
+                progress(f"{ways[which]}: {seconds[-1]:.2f} s")
     for which, (name, slices) in enumerate(ways):
         one = which - which % 2
-        faster, smaller = median(times[one]) / median(times[which]), peaks[which] / peaks[one]
-        row = f"{median(times[which]):.2f}", f"{faster:.2f}", f"{peaks[which] / 1e6:,.0f}", f"{smaller:.2f}"
+        faster, smaller = median(steps[one]) / median(steps[which]), peaks[which] / peaks[one]
+        row = f"{median(steps[which]):.2f}", f"{faster:.2f}", f"{peaks[which] / 1e6:,.0f}", f"{smaller:.2f}"
         section.add(name, str(slices), *row, f"{losses[which]:.6f}")
     return section
 
@@ -372,22 +422,22 @@ def mixers(options: argparse.Namespace) -> Section:
 def sequences(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
     parser = Parser(description=__doc__)
-    parser.add_argument("what", choices=("memory", "speed", "mixers"))
+    parser.add_argument("what", choices=("memory", "speed", "mixers", "latents"))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--token-slices", type=int, default=16, metavar="S")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=HIDDEN, help="hidden size of `memory`, a multiple of 64")
+    parser.add_argument(
+        "--width", type=int, default=HIDDEN, help="hidden size of `memory` and `latents`, a multiple of 64"
+    )
     parser.add_argument("--stages", type=int, default=1, help="of `memory`, each in a process of its own")
     parser.add_argument("--window", type=int, metavar="W", help="sliding window of all layers")
     parser.add_argument("--only", nargs="+", choices=("stage", "bf16", "offload", "whole"), help="ways of `memory`")
     parser.add_argument("--threads", type=int, default=1, help="of the rank of `memory`")
-    parser.add_argument(
-        "--recompute", choices=("none", "stage", "full"), default="none", help="of `speed` and `mixers`"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of `speed` and `mixers`")
+    parser.add_argument("--recompute", choices=("none", "stage", "full"), default="none", help="of all but `memory`")
+    parser.add_argument("--rounds", type=int, default=3, help="of all but `memory`")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds of `speed` that are not counted")
     options = parser.parse_args(argv)
-    print({"memory": memory, "speed": speed, "mixers": mixers}[options.what](options).markdown())
+    print({"memory": memory, "speed": speed, "mixers": mixers, "latents": latents}[options.what](options).markdown())
 
 
 PREDICTIONS = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences-h100.csv"

@@ -1,4 +1,4 @@
-"""Measurements on one rank: token slices, sums of bf16 gradients, a plain torch loop, and utilization.
+"""Measurements on one rank: token slices, sums of bf16 gradients, a plain torch loop, utilization, and latents.
 
 Cost of token slices on one rank: a step with token slices over a step without, in one run.
 
@@ -29,6 +29,13 @@ Model FLOPs utilization of one device by token slices, and of attention compared
 Prints seconds of an iteration, TFLOP/s (model FLOPs, attention counted over whole sequences, as most published figures
 are) and, where the device's peak is known or given, the utilization, so counted and with causal attention; then forward
 and backward of one layer's attention.
+
+Token slices of a layer with latent attention that keeps latents, beside one that keeps keys and values.
+
+    python -m benchmarks.one_rank latents [--tokens 512] [--token-slices 8]
+
+CPU seconds of each token slice, forward and backward, and their ratio; beside it the ratio of the formula: four
+products of the expansion for each token before the token slice, at the rate of that product by itself.
 """
 
 import argparse
@@ -55,9 +62,11 @@ from deepspeed_ext.runtime.gradients.weight_gradients import set_sum
 from deepspeed_ext.runtime.initialize import init_distributed
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops
+from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops, latent_expansion_weights
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.model.latent_attention import LatentAttention
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.training.run import peak_tflops_here
 
 
@@ -276,9 +285,69 @@ def utilization(argv: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
+def latents(argv: Sequence[str] | None = None) -> None:
+    """Measure both layers in turns and print a table."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=512, help="of a token slice")
+    parser.add_argument("--token-slices", type=int, default=8, metavar="S")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    count, tokens = options.token_slices, options.tokens
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=512,
+        num_attention_heads=8,
+        multi_latent_attention=True,
+        kv_lora_rank=256,
+        qk_head_dim=64,
+        qk_pos_emb_head_dim=32,
+        v_head_dim=64,
+        seq_length=count * tokens,
+        vocab_size=256,
+        position_embedding_type="rope",
+        disable_bias_linear=True,
+    )
+    weights = latent_expansion_weights(model, model.blocks[0].latent)
+    layers = [
+        LatentAttention(model, model.blocks[0], TensorParallelRanks(), latents_kept=latents_kept)
+        for latents_kept in (False, True)
+    ]
+    hidden = torch.randn(1, count * tokens, model.hidden_size)
+    # The first round warms up.
+    turns = [[_seconds_by_token_slice(layer, hidden, count) for layer in layers] for _ in range(options.rounds + 1)]
+    expanded, latent = ([median(each) for each in zip(*way, strict=True)] for way in zip(*turns[1:], strict=True))
+    matrix, several = torch.randn(weights // 256, 256), hidden.view(-1, 256)
+    start = time.process_time()
+    for _ in range(10 * options.rounds):
+        several @ matrix.t()
+    of_token = 4 * (time.process_time() - start) / (10 * options.rounds * len(several))
+    print(f"{'token slice':>12} {'expanded s':>11} {'latent s':>9} {'ratio':>6} {'formula':>8}")
+    for index, (one, other) in enumerate(zip(expanded, latent, strict=True)):
+        print(f"{index:>12} {one:>11.3f} {other:>9.3f} {other / one:>6.2f} {1 + index * tokens * of_token / one:>8.2f}")
+
+
+def _seconds_by_token_slice(layer: LatentAttention, hidden: Tensor, count: int) -> list[float]:
+    """CPU seconds of the forward and backward of each token slice."""
+    parts = hidden.chunk(count, dim=1)
+    state = SequenceState(TokenSlices.uniform(hidden.shape[1], count), sequences=(0,))
+    outputs, seconds = [], [0.0] * count
+    for index, part in enumerate(parts):
+        start = time.process_time()
+        outputs.append(layer(part.clone().requires_grad_(), state.past(0, index)))
+        seconds[index] += time.process_time() - start
+    for index in reversed(range(count)):
+        output = outputs.pop()
+        start = time.process_time()
+        output.backward(torch.ones_like(output))
+        seconds[index] += time.process_time() - start
+    return seconds
+
+
 def main(argv: Sequence[str] | None = None) -> object:
     """Run the named measurement, by default the first."""
-    return run_named({"overhead": overhead, "bf16": bf16, "plain": plain_loop, "utilization": utilization}, argv)
+    ways = {"overhead": overhead, "bf16": bf16, "plain": plain_loop, "utilization": utilization, "latents": latents}
+    return run_named(ways, argv)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ def our_engine(
     overlap_grad_reduce: bool = True,
     documents: Callable[[Any], Documents] | None = None,
     cut_by_documents: CutByDocuments | None = None,
+    latents_kept: bool = False,
     **more: Any,
 ) -> Any:
     """Return the token-slice engine.
@@ -117,6 +118,7 @@ def our_engine(
         clip: norm that gradients are clipped at; 0 = never.
         documents: reads off a micro-batch where its documents begin; None if it has one in each row.
         cut_by_documents: gives each micro-batch its token slices; None for the same of all.
+        latents_kept: whether latents are kept for later token slices, where attention has latents.
     """
     layout = ParallelLayout(
         data_parallel_size=data_parallel_size,
@@ -127,7 +129,7 @@ def our_engine(
         # Weights are drawn on the device, as in the trainer.
         with torch.device(get_accelerator().current_device_name()):
             module = TokenSlicePipelineModule(
-                gpt_layers(model, recompute_cheap=recompute == "selective"),
+                gpt_layers(model, recompute_cheap=recompute == "selective", latents_kept=latents_kept),
                 layout=layout,
                 token_slices=token_slices,
                 loss_fn=gpt_loss,
