@@ -388,16 +388,16 @@ def latents(options: argparse.Namespace) -> Section:
     return compared({"expanded": (model, False), "latent": (model, True)}, options, f"{options.layers} layers")
 
 
-def compared(models: dict[str, tuple[ModelConfig, bool]], options: argparse.Namespace, what: str) -> Section:
+def compared(models: dict[str, tuple[ModelConfig, bool]], options: argparse.Namespace, layers: str) -> Section:
     """Time and peak of each model, with one token slice and with several.
 
     Args:
         models: by name, each with whether latents are kept.
-        what: their layers, for the title.
+        layers: their layers, for the title.
     """
     count = options.token_slices
     section = Section(
-        f"{options.tokens:,} tokens, {what}, two stages, recompute {options.recompute}, fp32",
+        f"{options.tokens:,} tokens, {layers}, two stages, recompute {options.recompute}, fp32",
         ("model", "token slices", "median s", "speed-up", "peak MB, larger rank", "of one token slice", "loss"),
     )
     ways = list(product(models, (1, count)))
