@@ -27,15 +27,21 @@ def bits(*shape: int) -> Tensor:
 
 HEADS, TURNS, SCORES = (2, 6, 2, 4, 8), (1, 6, 1, 4), (2, 2, 2, 6, 9)
 ROWS = numbers(*SCORES[:-1]) + 5, numbers(*SCORES), numbers(*SCORES[:-1])
+SWISH, CLAMPED = mlp.Gate("silu"), mlp.Gate("quick-gelu", 0.7, 1.0)
 CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
-    "swiglu": (mlp._gated, lambda: (numbers(2, 6, 16), "silu")),
-    "swiglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
-    "geglu": (mlp._gated, lambda: (numbers(2, 6, 16), "tanh")),
-    "geglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
-    "weighted": (mlp._weighted_gated, lambda: (numbers(6, 16), numbers(6), "silu")),
+    "swiglu": (mlp._gated, lambda: (numbers(2, 6, 16), SWISH)),
+    "swiglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), SWISH)),
+    "geglu": (mlp._gated, lambda: (numbers(2, 6, 16), mlp.Gate("tanh"))),
+    "geglu_backward": (mlp._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), mlp.Gate("tanh"))),
+    "weighted": (mlp._weighted_gated, lambda: (numbers(6, 16), numbers(6), CLAMPED)),
     "weighted_backward": (
         mlp._weighted_gated_backward,
-        lambda: (numbers(6, 8), numbers(6, 16), numbers(6), "silu"),
+        lambda: (numbers(6, 8), numbers(6, 16), numbers(6), CLAMPED),
+    ),
+    "with_sinks": (kernels._with_sinks, lambda: (numbers(2, 6, 4, 8), numbers(2, 4, 6), numbers(4))),
+    "gradient_of_sinks": (
+        kernels._gradient_of_sinks,
+        lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 4, 8), numbers(2, 4, 6) + 5, numbers(4)),
     ),
     "rms_norm": (norm._norm_of_sum, lambda: (numbers(2, 6, 16), None, 1.0, norm._rms_norm, numbers(16), 1e-5, False)),
     "rms_norm_backward": (

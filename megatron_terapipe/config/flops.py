@@ -197,6 +197,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
         queries, keys = (heads * model.kv_channels for heads in (model.num_attention_heads, block.num_key_value_heads))
         shared += model.has_qkv_bias * ((1 + model.attention_output_gate) * queries + 2 * keys)
         shared += (model.qk_norm == "all-heads") * (queries + keys)
+        shared += (model.softmax_type == "learnable") * model.num_attention_heads
     if block.latent is not None:
         shared -= latent_down_weights(model, block.latent)  # among those that are not shared, below
     if block.recurrence is not None:
@@ -208,7 +209,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
 def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
     """Parameters of a block of which every tensor-parallel rank has a copy.
 
-    These are norms, router, biases after a reduction, and the matrix to latents.
+    These are norms, router and its bias, biases after a reduction, and the matrix to latents.
     """
     has_attention, has_mlp = bool(block.num_key_value_heads), bool(dense_width(block))
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
@@ -219,7 +220,8 @@ def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
         norms += latent_down_weights(model, block.latent)
     if block.recurrence is not None and block.recurrence.kind == "gated-delta-net":
         norms += (1 + (model.normalization != "rmsnorm")) * block.recurrence.value_size
-    return norms + biases * model.hidden_size + of_heads + router_weights(model, block)
+    router = router_weights(model, block) + model.has_router_bias * block.num_experts
+    return norms + biases * model.hidden_size + of_heads + router
 
 
 def block_norms(model: ModelConfig, block: BlockShape) -> int:
@@ -261,11 +263,13 @@ def model_parameters(model: ModelConfig, *, active: bool = False) -> int:
     """Count all parameters, tied ones once.
 
     Args:
-        active: of the experts, count only the weights of those that a token chooses, as published for such models.
+        active: of the experts, count only those that a token chooses, as published for such models.
     """
     blocks = sum(block_parameters(model, block) for block in model.blocks)
     if active:
-        blocks -= sum(block_weights(model, block) - block_weights(model, block, active=True) for block in model.blocks)
+        for block in filter(lambda block: block.num_experts, model.blocks):
+            unchosen = replace(block, num_experts=block.num_experts - model.moe_router_topk)
+            blocks -= expert_parameters(model, unchosen)
     return embedding_parameters(model) + blocks + norm_parameters(model) + output_parameters(model)
 
 

@@ -83,6 +83,7 @@ _OF_OTHERS: Mapping[str, tuple[object, ...]] = {
     "qk_norm": ("none", "head"),
     "attention_output_gate": (False,),
     "add_attention_bias": (False,),
+    "softmax_type": ("vanilla",),
     "add_qkv_bias": (False,),
     "rotary_percent": (1,),
     "heterogeneous_layers_config_path": (None,),

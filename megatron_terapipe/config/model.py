@@ -13,10 +13,10 @@ from megatron_terapipe.config.layers import (
     layers_of_pattern,
     window_of_megatron,
 )
-from megatron_terapipe.config.options import Otherwise, check, check_bounds, option, resolve
+from megatron_terapipe.config.options import Otherwise, check, check_bounds, option, resolve, with_value
 from megatron_terapipe.config.recurrences import resolve_recurrences
 from megatron_terapipe.config.rotation import RotationSettings, check_rotation, resolve_rotation
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 OF_TRAINING = {
     *("seq_length", "hidden_dropout", "attention_dropout"),
@@ -59,6 +59,10 @@ class ModelConfig(RotationSettings):
     attention_softcap: float | None = option(None, above=0, most=1e9)
     """Limit c of the scores of attention: a score x becomes c tanh(x / c)."""
 
+    softmax_type: Literal["vanilla", "learnable"] = option("vanilla", elsewhere={"off-by-one": MODEL_CANNOT_BE_TRAINED})
+    """`learnable` adds sinks to attention: a learned score of each head takes part in every softmax, with a value of
+    0."""
+
     normalization: Literal["layernorm", "layernorm-no-bias", "layernorm-no-weights", "rmsnorm"] = option(
         "layernorm", spellings={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
     )
@@ -90,16 +94,25 @@ class ModelConfig(RotationSettings):
     logit_softcap: float | None = option(None, above=0, most=1e9)
     """Limit c of the logits: a logit x becomes c tanh(x / c)."""
 
-    activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu", "geglu", "geglu-exact"] = option(
+    activation: Literal[
+        "gelu", "gelu-exact", "relu", "squared-relu", "swiglu", "geglu", "geglu-exact", "quick-geglu"
+    ] = option(
         derived="gelu; gelu-exact with --disable-bias-linear or --no-bias-gelu-fusion",
         also={
             **{"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
+            "--quick-geglu": "quick-geglu",
             # In Megatron the tanh form is that of the kernel which adds the bias, too.
             "--no-bias-gelu-fusion": Otherwise("gelu-exact"),
         },
     )
     """Activation function of the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` the form with the error function.
-    `swiglu`, `geglu` and `geglu-exact` add a gate, which is a third matrix."""
+    `swiglu`, `geglu`, `geglu-exact` and `quick-geglu`, x sigmoid(1.702 x), add a gate, which is a third matrix."""
+
+    activation_func_clamp_value: float | None = option(None, above=0, most=1e9)
+    """Limit of a gate before its function, from above, and of the gated half, from both sides."""
+
+    glu_linear_offset: float = option(0.0, least=-1e6, most=1e6)
+    """Number that is added to the gated half."""
 
     disable_bias_linear: bool = False
     """Use linear layers without biases."""
@@ -206,6 +219,11 @@ class ModelConfig(RotationSettings):
             raise ConfigError(
                 f"--qk-norm all-heads is for rmsnorm, not for --normalization {self.normalization}: change one of them"
             )
+        for name, value in (("activation_func_clamp_value", None), ("glu_linear_offset", 0)):
+            if not self.gated and (given := getattr(self, name)) != value:
+                raise ConfigError(
+                    f"{with_value(name, given)} is for a gate, and --activation {self.activation} has none: drop it"
+                )
         if self.parallel_residual and self.norm_placement != "pre":
             raise ConfigError(
                 f"--norm-placement {self.norm_placement} does not go with --parallel-residual: use --norm-placement pre"
@@ -238,7 +256,7 @@ class ModelConfig(RotationSettings):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.activation in ("swiglu", "geglu", "geglu-exact")
+        return self.activation in ("swiglu", "geglu", "geglu-exact", "quick-geglu")
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -255,6 +273,11 @@ class ModelConfig(RotationSettings):
     def has_mlp_bias(self) -> bool:
         """Whether the matrices of the MLP have biases."""
         return not self.disable_bias_linear or self.add_mlp_bias
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether routers have biases of their logits."""
+        return not self.disable_bias_linear
 
     @property
     def blocks(self) -> tuple[BlockShape, ...]:

@@ -19,6 +19,7 @@ the training, such as dropout. Sources:
     OLMo 2     OLMo team, arXiv 2501.00656 table 1
     OLMoE      Muennighoff et al., arXiv 2409.02060
     Granite    Granite team, Granite 3.0 language models (2024); 3.1 as released
+    gpt-oss    OpenAI, arXiv 2508.10925 section 2 and table 1
     SmolLM3    Hugging Face, SmolLM3: smol, multilingual, long-context reasoner (2025)
 
 Values that a paper leaves out, such as epsilons and rows of the vocabulary, come from `config.json` of the released
@@ -96,6 +97,19 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **{**LLAMA, "vocab_size": 49155, "seq_length": 131072, "rotary_base": 1.5e6, "layernorm_epsilon": 1e-6},
         **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "softmax_scale": 1 / 64},
         **{"logit_multiplier": 1 / 6, "moe_router_topk": 8},
+    },
+    "gpt-oss": {
+        **{
+            **LLAMA,
+            **UNTIED,
+            "activation": "quick-geglu",
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+        },
+        **{"disable_bias_linear": False, "softmax_type": "learnable", "kv_channels": 64, "sliding_window": 128},
+        **{"window_attn_skip_freq": "2", "moe_router_topk": 4, "vocab_size": 201088, "seq_length": 131072},
+        **{"rotary_base": 150000.0, "rotary_scaling": "yarn", "rotary_scaling_factor": 32.0},
+        **{"rotary_original_length": 4096, "rotary_unrounded_ramp": True},
     },
     "OLMo 2": {
         **{**LLAMA, **UNTIED, "norm_placement": "post", "qk_norm": "all-heads", "vocab_size": 100352},
@@ -195,6 +209,8 @@ MODEL_PRESETS: Mapping[str, Preset] = {
     "qwen3-235b-a22b": _preset("Qwen3", 235e9, 94, 4096, 64, 12288, 4, **QWEN3_EXPERTS, moe_ffn_hidden_size=1536),
     "olmoe-1b-7b": _preset("OLMoE", 6.9e9, 16, 2048, 16, 1024, 16),
     "granite3.1-1b-a400m": _preset("Granite", 1.33e9, 24, 1024, 16, 512, 8, num_experts=32),
+    "gpt-oss-20b": _preset("gpt-oss", 20.91e9, 24, 2880, 64, 2880, 8, num_experts=32),
+    "gpt-oss-120b": _preset("gpt-oss", 116.83e9, 36, 2880, 64, 2880, 8, num_experts=128),
     "olmo2-7b": _preset("OLMo 2", 7.3e9, 32, 4096, 32, 11008, 32),
     "olmo2-13b": _preset("OLMo 2", 13.7e9, 40, 5120, 40, 13824, 40),
     "smollm3-3b": _preset("SmolLM3", 3.08e9, 36, 2048, 16, 11008, 4),

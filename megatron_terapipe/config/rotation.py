@@ -83,6 +83,9 @@ class RotationSettings(LatentSettings):
     rotary_beta_fast: float = option(32.0, aliases=("--beta-fast", "--yarn-beta-fast"), above=0, most=1e6)
     """`yarn` does not scale rotations that turn more times than this within --rotary-original-length."""
 
+    rotary_unrounded_ramp: bool = option(False, aliases=("--no-yarn-correction-range-round-to-int",))
+    """`yarn`: keep the fractions of the numbers of channels between which rotations are scaled in part."""
+
     rotary_attention_factor: float = option(
         derived="0.1 m ln(--rotary-scaling-factor) + 1 with yarn for m = --mscale, over the same for m = "
         "--mscale-all-dim, sqrt(1 + ln(--rotary-scaling-factor) / ln(--rotary-original-length)) with longrope, "
@@ -228,8 +231,10 @@ def _kept_in_yarn(model: RotationSettings, plain: tuple[float, ...]) -> list[flo
         return model.rotary_channels * log(wavelengths) / (2 * log(model.rotary_base))
 
     # The released code rounds both ends outwards, and lets the ramp end beyond the last pair.
-    first = max(floor(number(model.rotary_beta_fast)), 0)
-    last = min(ceil(number(model.rotary_beta_slow)), model.rotary_channels - 1)
+    first, last = number(model.rotary_beta_fast), number(model.rotary_beta_slow)
+    if not model.rotary_unrounded_ramp:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, model.rotary_channels - 1)
     width = last - first or 0.001
     return [1 - _within_unit((index - first) / width) for index in range(len(plain))]
 

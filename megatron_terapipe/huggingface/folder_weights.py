@@ -4,7 +4,7 @@ First tensors in safetensors files, in one or in several with an index.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.options import one_of
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import CheckpointError, ConfigError, first_line, not_installed
+from megatron_terapipe.huggingface import mxfp4
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.weight_rules import WeightRule, layer_rules
 from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
@@ -30,23 +31,32 @@ SHARD_BYTES = 5 * 10**9
 
 
 class SavedTensors:
-    """The tensors of a directory with one file, or with an index and its files; each is read when it is used."""
+    """The tensors of a directory with one file, or with an index and its files; each is read when it is used.
+
+    A tensor in MXFP4, which is two there, is one in bf16 here.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open = lru_cache(maxsize=None)(self._open_file)
         self._files = self._index()
-        self.names = frozenset(self._files)
+        self._packed = mxfp4.packed(self._files)
+        pairs = {each + end for each in self._packed for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        self.names = frozenset(self._files.keys() - pairs | self._packed)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, in the shape [...] that the file gives it."""
+        if name in self._packed:
+            return mxfp4.dequantized(self.read(name + mxfp4.BLOCKS), self.read(name + mxfp4.SCALES))
         return self._found(name, lambda file: file.get_tensor(name))
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str, kinds: Sequence[str] = _FLOATS) -> tuple[int, ...]:
         """Return the shape of a weight, which is not read."""
+        if name in self._packed:
+            return mxfp4.shape_of(*(self.shape(name + end, ("U8",)) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
         found = self._found(name, lambda file: file.get_slice(name))
-        if (kind := found.get_dtype()) not in _FLOATS:
-            raise self._unreadable(self._files[name], ValueError(f"{name} is in {kind}, and not in {one_of(_FLOATS)}"))
+        if (kind := found.get_dtype()) not in kinds:
+            raise self._unreadable(self._files[name], ValueError(f"{name} is in {kind}, and not in {one_of(kinds)}"))
         return tuple(found.get_shape())
 
     def _found(self, name: str, find: Callable[[Any], Any]) -> Any:

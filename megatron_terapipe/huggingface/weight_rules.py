@@ -65,6 +65,18 @@ def halves(ours: str, theirs: str, dimension: int = 0) -> WeightRule:
     )
 
 
+def alternating(ours: str, theirs: str, parts: int) -> WeightRule:
+    """Return the rule of a tensor [E, parts, out, in] here that is [E, in, out x parts] there, the parts in turn."""
+
+    def split(weight: Tensor) -> tuple[Tensor]:
+        return (weight.transpose(1, -1).flatten(-2) if parts > 1 else weight.transpose(1, -1),)
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return (tensors[0].unflatten(-1, (-1, parts)) if parts > 1 else tensors[0]).transpose(1, -1).contiguous()
+
+    return WeightRule(ours, (theirs,), split, join)
+
+
 def after_unread_rows(ours: str, theirs: str, rows: int) -> WeightRule:
     """Return the rule of a tensor that has unread rows before the first one there."""
 
@@ -194,7 +206,7 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
     def matrix(rule: Named) -> Named:
         return (lambda ours, kind: turned(rule(ours, kind))) if names.transposed else rule
 
-    of_router = {"weight": f"{names.router}.weight", "expert_bias": names.router_bias}
+    of_router = {"weight": f"{names.router}.weight", "bias": f"{names.router}.bias", "expert_bias": names.router_bias}
     norms = {
         "attention_norm": names.attention_norm,
         "attention_post_norm": names.attention_output_norm,
@@ -205,6 +217,7 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
     }
     return {
         **{module: _plain(block + theirs) for module, theirs in norms.items()},
+        "attention": lambda ours, kind: same(ours, block + names.sinks),
         "attention.query_key_value": matrix(_attention(model, names, block)),
         "attention.projection": matrix(_plain(block + names.projection)),
         "mlp.up": matrix(_up(model, names.up, block)),
@@ -219,6 +232,10 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
 
 def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:
     def rule(ours: str, kind: str) -> WeightRule:
+        if names.alternating_experts:
+            theirs = names.expert_up[0] if kind.startswith("up") else names.expert_down
+            bias = "_bias" if kind.endswith("_bias") else ""
+            return alternating(ours, f"{block}{theirs}{bias}", 1 + (model.gated and kind.startswith("up")))
         theirs = [f"{block}{name}.weight" for name in (names.expert_up if kind == "up" else (names.expert_down,))]
         if "{}" in theirs[0]:
             numbered = [name.format(expert) for expert in range(model.num_experts or 0) for name in theirs]

@@ -66,6 +66,8 @@ class SelfAttention(CausalAttention):
         self.norms_rotated = model.qk_norm == "head-rotated"
         if model.qk_norm != "none":
             self.query_norm, self.key_norm = (_heads_norm(model, ranks, heads) for heads in (num_heads, num_groups))
+        drawn, learned = normal(model.init_method_std), model.softmax_type == "learnable"
+        self.sinks = ranks.parameter(num_heads, cut=0, initialize=drawn) if learned else None
         self.projection = RowParallelLinear(
             num_heads * self.head_size,
             model.hidden_size,
@@ -84,7 +86,7 @@ class SelfAttention(CausalAttention):
         groups = self.query_key_value(hidden, recomputed)
         groups = groups.unflatten(-1, (-1, sum(self.parts_of_group), self.head_size))
         query, key, value, *gate = self._heads(groups, past)
-        attended = past.attend(query, key, value, **self.settings)
+        attended = past.attend(query, key, value, sinks=self.sinks, **self.settings)
         if gate:
             attended = attended * gate[0].sigmoid()
         return self.projection(attended.flatten(2), completed=completed)

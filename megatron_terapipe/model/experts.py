@@ -82,8 +82,10 @@ class Router(nn.Module):
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
         self.rule = model.routing
-        self.weight = ranks.whole(self.rule.num_experts, model.hidden_size, initialize=normal(model.init_method_std))
-        bias_E = torch.zeros(self.rule.num_experts, dtype=torch.float32) if self.rule.has_bias else None
+        experts, drawn = self.rule.num_experts, normal(model.init_method_std)
+        self.weight = ranks.whole(experts, model.hidden_size, initialize=drawn)
+        self.bias = ranks.whole(experts, initialize=drawn) if model.has_router_bias else None
+        bias_E = torch.zeros(experts, dtype=torch.float32) if self.rule.has_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.balance = Balance(model, ranks, None if bias_E is None else lambda: self.expert_bias)
 
@@ -91,6 +93,8 @@ class Router(nn.Module):
         """Return the chosen experts and their weights, E and 0 beyond the capacity: chosen_TK, weights_TK."""
         rows = len(x_Bnh)
         logits_TE = _WideProduct.apply(self.balance.jittered(x_Bnh, past).flatten(0, 1), self.weight)
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias
         kept = past.cached_for_recompute("chosen experts", lambda: self._choose(logits_TE.detach(), rows, past))
         chosen_TK = kept[0].long()
         weights_TK = weigh(self.balance.with_losses(logits_TE, rows, past), chosen_TK, self.rule)
@@ -225,7 +229,7 @@ class Experts(nn.Module):
         has_bias = model.has_mlp_bias
         self.up_bias = parameter(experts, *widened, initialize=None) if has_bias else None
         self.down_bias = parameter(experts, hidden, initialize=None) if has_bias else None
-        self.weighted_activation = WeightedActivation(model.activation)
+        self.weighted_activation = WeightedActivation(model)
 
     def forward(self, x_Rh: Tensor, weights_R: Tensor, pairs: Pairs) -> Tensor:
         """Return the weighted outputs of the experts: y_Rh."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,56 +16,97 @@ from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowPar
 
 
 class Activation(nn.Module):
-    """An activation by its name in the model section. It has no weights; a module so that it can be recomputed."""
+    """The activation of a model. It has no weights; a module so that it can be recomputed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.gate = model.activation, gate_of(model)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., ffn] in, the same out; with a gate, the gate and then the gated half, [..., 2 ffn] in."""
-        gate_function = _GATE_FUNCTIONS.get(self.name)
-        return _FUNCTIONS[self.name](inputs) if gate_function is None else _Gated.apply(inputs, gate_function)
+        return _FUNCTIONS[self.name](inputs) if self.gate is None else _Gated.apply(inputs, self.gate)
+
+
+class Gate(NamedTuple):
+    """A gate: function(min(gate, limit)) * (clamp(up, -limit, limit) + offset)."""
+
+    function: str
+    """`silu`, `quick-gelu`, or the form of GELU."""
+    limit: float | None = None
+    offset: float = 0.0
+
+
+def gate_of(model: ModelConfig) -> Gate | None:
+    """Return the gate of a model's MLPs; None if they have none."""
+    function = _GATE_FUNCTIONS.get(model.activation)
+    return None if function is None else Gate(function, model.activation_func_clamp_value, model.glu_linear_offset)
 
 
 class _Gated(torch.autograd.Function):
-    """`gate function(gate) * up` (Shazeer, arXiv 2002.05202); keeps only its inputs, while autograd would keep more."""
+    """A gate times the gated half (Shazeer, arXiv 2002.05202); keeps its inputs, where autograd would keep more."""
 
     @staticmethod
-    def forward(ctx, inputs, gate_function: str):
+    def forward(ctx, inputs, kind: Gate):
         ctx.save_for_backward(inputs)
-        ctx.gate_function = gate_function
-        return _gated(inputs, gate_function)
+        ctx.kind = kind
+        return _gated(inputs, kind)
 
     @staticmethod
     def backward(ctx, output_gradient):
-        return _gated_backward(output_gradient, *ctx.saved_tensors, ctx.gate_function), None
+        return _gated_backward(output_gradient, *ctx.saved_tensors, ctx.kind), None
 
 
 @Pointwise
-def _gated(inputs: Tensor, gate_function: str) -> Tensor:
-    gate, up = inputs.chunk(2, dim=-1)
-    return _gate_output(gate, gate_function) * up
+def _gated(inputs: Tensor, kind: Gate) -> Tensor:
+    gate, up = _halves(inputs, kind)
+    return _gate_output(gate, kind) * up
 
 
 @Pointwise
-def _gated_backward(output_gradient: Tensor, inputs: Tensor, gate_function: str) -> Tensor:
-    gate, up = inputs.chunk(2, dim=-1)
+def _gated_backward(output_gradient: Tensor, inputs: Tensor, kind: Gate) -> Tensor:
+    gate, up = _halves(inputs, kind)
     gradient = torch.empty_like(inputs)
     of_gate, of_up = gradient.chunk(2, dim=-1)
-    of_up.copy_(_gate_output(gate, gate_function).mul_(output_gradient))
-    of_gate.copy_(_gate_gradient(output_gradient * up, gate, gate_function))
+    of_up.copy_(_gate_output(gate, kind).mul_(output_gradient))
+    of_gate.copy_(_gate_gradient(output_gradient * up, gate, kind))
+    return _through_clamps(gradient, inputs, kind)
+
+
+def _halves(inputs: Tensor, kind: Gate) -> tuple[Tensor, Tensor]:
+    """The clamped gate, and the clamped other half with its offset."""
+    gate, up = inputs.chunk(2, dim=-1)
+    if kind.limit is not None:
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    return gate, up + kind.offset if kind.offset else up
+
+
+def _through_clamps(gradient: Tensor, inputs: Tensor, kind: Gate) -> Tensor:
+    """The gradient of the inputs [..., 2 ffn], in place of the gradient of the clamped halves."""
+    if kind.limit is not None:
+        (gate, up), (of_gate, of_up) = inputs.chunk(2, dim=-1), gradient.chunk(2, dim=-1)
+        of_gate.masked_fill_(gate > kind.limit, 0)
+        of_up.masked_fill_(up.abs() > kind.limit, 0)
     return gradient
 
 
-def _gate_output(gate: Tensor, gate_function: str) -> Tensor:
-    return F.silu(gate) if gate_function == "silu" else F.gelu(gate, approximate=gate_function)
+_QUICK = 1.702
+"""Slope of the sigmoid of the quick form of GELU (Hendrycks and Gimpel, arXiv 1606.08415 section 2)."""
 
 
-def _gate_gradient(output_gradient: Tensor, gate: Tensor, gate_function: str) -> Tensor:
-    if gate_function == "silu":
+def _gate_output(gate: Tensor, kind: Gate) -> Tensor:
+    if kind.function == "silu":
+        return F.silu(gate)
+    if kind.function == "quick-gelu":
+        return gate * (_QUICK * gate).sigmoid()
+    return F.gelu(gate, approximate=kind.function)
+
+
+def _gate_gradient(output_gradient: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+    if kind.function == "silu":
         return torch.ops.aten.silu_backward(output_gradient, gate)
-    return torch.ops.aten.gelu_backward(output_gradient, gate, approximate=gate_function)
+    if kind.function == "quick-gelu":
+        return torch.ops.aten.silu_backward(output_gradient, _QUICK * gate)
+    return torch.ops.aten.gelu_backward(output_gradient, gate, approximate=kind.function)
 
 
 class WeightedActivation:
@@ -73,21 +115,20 @@ class WeightedActivation:
     With a gate all of this is one pass over the rows where a compiler makes one kernel of it.
     """
 
-    def __init__(self, name: str) -> None:
-        self._gate_function = _GATE_FUNCTIONS.get(name)
-        self._activation = Activation(name)
+    def __init__(self, model: ModelConfig) -> None:
+        self._gate, self._activation = gate_of(model), Activation(model)
 
     def __call__(self, inputs: Tensor, weights: Tensor) -> Tensor:
         """Return [R, ffn] of inputs [R, ffn], [R, 2 ffn] with a gate, and weights [R]."""
-        if self._gate_function is not None and not torch.is_grad_enabled():
-            return _weighted_gated(inputs, weights, self._gate_function)
+        if self._gate is not None and not torch.is_grad_enabled():
+            return _weighted_gated(inputs, weights, self._gate)
         activated = self._activation(inputs)
         return activated * weights.to(activated.dtype).unsqueeze(-1)
 
     def backward(self, output_gradient: Tensor, inputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output again, and the gradients of inputs and weights, for an output gradient [R, ffn]."""
-        if self._gate_function is not None:
-            return _weighted_gated_backward(output_gradient, inputs, weights, self._gate_function)
+        if self._gate is not None:
+            return _weighted_gated_backward(output_gradient, inputs, weights, self._gate)
         with torch.enable_grad():
             inputs, weights = inputs.detach().requires_grad_(), weights.detach().requires_grad_()
             output = self(inputs, weights)
@@ -95,18 +136,18 @@ class WeightedActivation:
 
 
 @Pointwise
-def _weighted_gated(inputs: Tensor, weights: Tensor, gate_function: str) -> Tensor:
-    gate, up = inputs.chunk(2, dim=-1)
-    return _gate_output(gate, gate_function).mul_(up).mul_(weights.to(inputs.dtype).unsqueeze(-1))
+def _weighted_gated(inputs: Tensor, weights: Tensor, kind: Gate) -> Tensor:
+    gate, up = _halves(inputs, kind)
+    return _gate_output(gate, kind).mul_(up).mul_(weights.to(inputs.dtype).unsqueeze(-1))
 
 
 @Pointwise
 def _weighted_gated_backward(
-    output_gradient: Tensor, inputs: Tensor, weights: Tensor, gate_function: str
+    output_gradient: Tensor, inputs: Tensor, weights: Tensor, kind: Gate
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up = inputs.chunk(2, dim=-1)
+    gate, up = _halves(inputs, kind)
     factors = weights.to(inputs.dtype).unsqueeze(-1)
-    activated = _gate_output(gate, gate_function)
+    activated = _gate_output(gate, kind)
     output = activated * up
     of_weights = torch.linalg.vecdot(output_gradient.to(weights.dtype), output.to(weights.dtype))
     output.mul_(factors)
@@ -114,12 +155,12 @@ def _weighted_gated_backward(
     gradient = torch.empty_like(inputs)
     of_gate, of_up = gradient.chunk(2, dim=-1)
     of_up.copy_(activated.mul_(weighted))
-    of_gate.copy_(_gate_gradient(weighted.mul_(up), gate, gate_function))
-    return output, gradient, of_weights
+    of_gate.copy_(_gate_gradient(weighted.mul_(up), gate, kind))
+    return output, _through_clamps(gradient, inputs, kind), of_weights
 
 
-_GATE_FUNCTIONS = {"swiglu": "silu", "geglu": "tanh", "geglu-exact": "none"}
-"""The function of each activation with a gate: `silu`, or the form of GELU."""
+_GATE_FUNCTIONS = {"swiglu": "silu", "geglu": "tanh", "geglu-exact": "none", "quick-geglu": "quick-gelu"}
+"""The function of each activation with a gate."""
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(F.gelu, approximate="tanh"),
@@ -145,7 +186,7 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(
             model.hidden_size, (2, width) if model.gated else width, ranks, normal(model.init_method_std), bias=bias
         )
-        self.activation = Activation(model.activation)
+        self.activation = Activation(model)
         self.down = RowParallelLinear(width, model.hidden_size, ranks, normal(model.output_layer_init_std), bias=bias)
 
     def forward(self, hidden: Tensor, recomputed: nn.Module | None = None, *, completed: bool = True) -> Tensor:

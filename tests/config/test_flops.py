@@ -47,6 +47,8 @@ def test_sc21_table_1_parameters(layers: int, hidden: int, heads: int, billions:
         ("mixtral-8x7b", 12.9),  # arXiv 2401.04088
         ("qwen3-30b-a3b", 3.3),  # arXiv 2505.09388; 3.353, which the paper cuts off
         ("olmoe-1b-7b", 1.3),  # arXiv 2409.02060
+        ("gpt-oss-20b", 3.61 + 0.58),  # arXiv 2508.10925 table 1, which leaves the embedding out
+        ("gpt-oss-120b", 5.13 + 0.58),
     ],
 )
 def test_published_active_parameters_of_mixtures(name: str, billions: float) -> None:

@@ -12,11 +12,12 @@ from megatron_terapipe.checkpoint.conversion import check_class, check_export, e
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
-from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.registry import FAMILIES
 from megatron_terapipe.huggingface.families.settings import SettingsFile
 from megatron_terapipe.huggingface.folder_weights import meta_layer, rules_of
+from megatron_terapipe.huggingface.mxfp4 import dequantized
 from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.gpt import layers_with_weights
@@ -265,6 +266,36 @@ def test_what_transformers_must_have_is_written(tmp_path: Path, model: ModelConf
     expected = logits(whole, tokens)[..., : model.vocab_size]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_experts_in_mxfp4_are_read_and_written_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As published files of gpt-oss have them: the same weights as of a copy in bf16, which comes back."""
+    monkeypatch.setitem(TINY, "gpt_oss", ("gpt_oss", TINY["gpt_oss"][1] | {"intermediate_size": 64}))
+    packed, copy = tmp_path / "packed", tmp_path / "copy"
+    for folder in (packed, copy):
+        tiny_model("gpt_oss").bfloat16().save_pretrained(folder)
+    tensors, numbers = load_file(packed / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        numbers[name] = dequantized(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    save_file(load_file(copy / "model.safetensors") | numbers, copy / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    for method in ("fp8", "mxfp4"):
+        quantization = {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
+        (packed / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+        if method == "fp8":
+            with pytest.raises(
+                ConfigError, match=r'quant_method to "fp8", and our models have "mxfp4" or null: give a'
+            ):
+                import_model(packed, tmp_path / "refused")
+    directory, _ = import_model(packed, tmp_path / "ours")
+    export_checkpoint(directory, tmp_path / "back")
+    assert len(numbers) == 6
+    _check_tensors(copy, tmp_path / "back")
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -56,6 +56,21 @@ def test_padding_of_the_vocabulary_is_as_likely_as_an_average_word() -> None:
     assert torch.equal(padded[3:], torch.tensor([[-1.0, 1.0]]).expand(2, 2))
 
 
+def test_numbers_in_mxfp4_are_exact(tmp_path: Path) -> None:
+    """Two numbers a byte, the first in the low half, times a power of 2 for each 32, as transformers reads them."""
+    integrations = pytest.importorskip("transformers.integrations.mxfp4")
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 250, (3, 10, 2), generator=generator, dtype=torch.uint8)
+    blocks[0, 0, 0, :2], scales[0, 0, 0] = torch.tensor([0x1F, 0xA7]), 130
+    write_tensors(tmp_path, [("w_blocks", blocks), ("w_scales", scales), ("v_blocks", torch.ones(2))])
+    saved = SavedTensors(tmp_path)
+    assert (saved.names, saved.shape("w"), saved.shape("v_blocks")) == ({"w", "v_blocks"}, (3, 64, 10), (2,))
+    weight = saved.read("w")
+    assert weight[0, :4, 0].tolist() == [-48.0, 4.0, 48.0, -8.0]
+    assert torch.equal(weight, integrations._convert_moe_packed_tensors(blocks, scales))
+
+
 @pytest.mark.parametrize(
     ("kind", "files", "settings"),
     [

@@ -52,7 +52,7 @@ BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
         2,
         [
             *("mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"),
-            *("qwen3_next-experts", "qwen3_5_moe", "deepseek_v2", "glm4_moe_lite"),
+            *("qwen3_next-experts", "qwen3_5_moe", "deepseek_v2", "glm4_moe_lite", "gpt_oss"),
         ],
     ),
 }

@@ -225,6 +225,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "sarvam_mla": ("sarvam_mla", _LATENT | _ROUTED | {"q_lora_rank": None}),
     "youtu": ("youtu", _LATENT),
     "minicpm3": ("minicpm3", _LATENT | {"rms_norm_eps": 1e-3, "scale_emb": 6.0, "dim_model_base": 20}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7},
+            # A clamp that many numbers meet, and rotations of which some are between the ends of the ramp.
+            **{"swiglu_limit": 0.8, "rope_parameters": _YARN | {"beta_fast": 1.5, "beta_slow": 0.3, "truncate": False}},
+        },
+    ),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
 """The `model_type` of each, and its settings other than the common ones."""

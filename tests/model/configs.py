@@ -117,6 +117,18 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         **{"qk_pos_emb_head_dim": 2, "v_head_dim": 8, "sliding_window": 9, "attention_softcap": 1.5},
         **{"disable_bias_linear": False, "no_rope_freq": "2"},
     },
+    "gpt_oss_like": {
+        **LLAMA,
+        **{
+            "disable_bias_linear": False,
+            "softmax_type": "learnable",
+            "sliding_window": 7,
+            "window_attn_skip_freq": "2",
+        },
+        **{"activation": "quick-geglu", "activation_func_clamp_value": 0.7, "glu_linear_offset": 1.0},
+        **{"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "rotary_original_length": 8},
+        **{"rotary_beta_fast": 1.5, "rotary_beta_slow": 0.3, "rotary_unrounded_ramp": True},
+    },
     "granite_like": {
         **LLAMA,
         "activation": "geglu-exact",

@@ -42,8 +42,10 @@ def rotated(heads: Tensor, rotation: Rotation, first_position: int = 0) -> Tenso
     return torch.cat((turned, rest), -1)
 
 
-def attention_weights(query: Tensor, key: Tensor, model: ModelConfig, block: BlockShape) -> Tensor:
-    """Weights [B, N, N] of one head."""
+def attention_weights(
+    query: Tensor, key: Tensor, model: ModelConfig, block: BlockShape, sink: Tensor | None = None
+) -> Tensor:
+    """Weights [B, N, N] of one head, and of its sink, if there is one, which is no key."""
     length = query.shape[1]
     scores = query @ key.transpose(1, 2) * model.softmax_scale
     if model.attention_softcap is not None:
@@ -51,7 +53,8 @@ def attention_weights(query: Tensor, key: Tensor, model: ModelConfig, block: Blo
     unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
     if block.window is not None:
         unseen |= torch.ones(length, length, dtype=torch.bool).tril(-block.window)
-    return scores.masked_fill(unseen, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(unseen, float("-inf")).exp()
+    return weights / (weights.sum(-1, keepdim=True) + (0 if sink is None else sink.exp()))
 
 
 def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidden: Tensor, masked: Masked) -> Tensor:
@@ -83,7 +86,8 @@ def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidde
     queries, keys = turned(queries, layer.query_norm), turned(keys, layer.key_norm)
     outputs = []
     for head, query in enumerate(queries):
-        weights = masked(attention_weights(query, keys[head // in_group], model, block), f"head {head}")
+        sink = None if layer.sinks is None else layer.sinks[head]
+        weights = masked(attention_weights(query, keys[head // in_group], model, block, sink), f"head {head}")
         outputs.append(weights @ values[head // in_group])
         if gates:
             outputs[-1] = outputs[-1] / (1 + torch.exp(-columns(head // in_group, in_group + head % in_group)))
@@ -187,7 +191,9 @@ def mlp(layer: MLP, model: ModelConfig, hidden: Tensor) -> Tensor:
         gate, up = (hidden @ matrix.T for matrix in layer.up.weight)
         if layer.up.bias is not None:
             gate, up = gate + layer.up.bias[0], up + layer.up.bias[1]
-        return product(layer.down, GATES[model.activation](gate) * up)
+        if (limit := model.activation_func_clamp_value) is not None:
+            gate, up = torch.where(gate > limit, limit, gate), torch.where(up.abs() > limit, limit * up.sign(), up)
+        return product(layer.down, GATES[model.activation](gate) * (up + model.glu_linear_offset))
     wide = product(layer.up, hidden)
     return product(layer.down, ACTIVATIONS[model.activation](wide))
 
@@ -209,6 +215,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": lambda gate: gate * torch.sigmoid(gate),
     "geglu": gelu,
     "geglu-exact": exact_gelu,
+    "quick-geglu": lambda gate: gate / (1 + torch.exp(-1.702 * gate)),
 }
 
 

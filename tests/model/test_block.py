@@ -55,7 +55,7 @@ def test_every_activation_of_the_model_section_is_tested() -> None:
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_values_and_gradients(name: str) -> None:
     inputs = inputs_of()
-    found, expected = Activation(name)(inputs), WRITTEN_OUT[name](inputs)
+    found, expected = Activation(model_config(activation=name))(inputs), WRITTEN_OUT[name](inputs)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
     coefficients = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).view_as(found)
     of_found, of_expected = (torch.autograd.grad((each * coefficients).sum(), inputs) for each in (found, expected))
@@ -66,13 +66,13 @@ def test_values_and_gradients(name: str) -> None:
 def test_the_gradient_of_a_gate_with_a_view_as_input(name: str) -> None:
     columns_first = inputs_of().detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     assert not columns_first.is_contiguous()
-    assert torch.autograd.gradcheck(Activation(name), columns_first)
+    assert torch.autograd.gradcheck(Activation(model_config(activation=name)), columns_first)
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_bf16_stays_bf16(name: str) -> None:
     inputs = inputs_of(torch.bfloat16)
-    output = Activation(name)(inputs)
+    output = Activation(model_config(activation=name))(inputs)
     output.sum().backward()
     assert output.dtype is inputs.grad.dtype is torch.bfloat16
     # Two roundings of the value, of relative size 2^-8 or less each, and one of the other factor.

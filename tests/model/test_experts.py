@@ -9,7 +9,6 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.model.expert_dispatch import Pairs
 from megatron_terapipe.model.experts import ExpertLayer, choose, weigh
-from megatron_terapipe.model.mlp import Activation
 from tests.model.configs import expert_config
 from tests.model.rank_checks import ALONE, drawn
 
@@ -41,9 +40,9 @@ def layer_of(name: str) -> ExpertLayer:
 def written_out(layer: ExpertLayer, hidden: Tensor) -> Tensor:
     """Each token with each of its experts, one after the other."""
     rule, experts = layer.router.rule, layer.experts
-    activation = Activation("gelu" if experts.up_bias is not None else "swiglu")
+    activation = experts.weighted_activation._activation
     tokens = hidden.flatten(0, 1)
-    logits = tokens @ layer.router.weight.t()
+    logits = tokens @ layer.router.weight.t() + (0 if layer.router.bias is None else layer.router.bias)
     chosen = choose(logits.detach(), rule, layer.router.expert_bias)
     outputs = []
     for token, numbers, weights in zip(tokens, chosen, weigh(logits, chosen, rule), strict=True):

@@ -32,7 +32,10 @@ ALONE = TensorParallelRanks()
 BEFORE = {
     "layernorm": lambda: LayerNorm(model_config(hidden_size=WIDTH), ALONE),
     "rmsnorm": lambda: RMSNorm(model_config(hidden_size=WIDTH), ALONE),
-    **{name: lambda name=name: Activation(name) for name in ("gelu", "relu", "squared-relu", "swiglu")},
+    **{
+        name: lambda name=name: Activation(model_config(activation=name))
+        for name in ("gelu", "relu", "squared-relu", "swiglu")
+    },
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

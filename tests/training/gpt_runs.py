@@ -68,6 +68,13 @@ FAMILIES = {
         " --rotary-original-length 8 --mscale 0.7 --mscale-all-dim 1 --rotary-interleaved"
         " --num-experts 4 --moe-router-topk 4 --moe-layer-freq 2"
     ),
+    "gpt_oss": (
+        f"{LLAMA.replace('swiglu', 'quick-geglu').replace(' --disable-bias-linear', '')} --softmax-type learnable"
+        " --glu-linear-offset 1 --sliding-window 6 --window-attn-skip-freq 2"
+        " --rotary-scaling yarn --rotary-scaling-factor 4 --rotary-original-length 8 --rotary-beta-fast 1.5"
+        " --rotary-beta-slow 0.3 --rotary-unrounded-ramp --num-experts 4 --moe-router-topk 4"
+        " --moe-layer-freq 2"
+    ),
     # One part a layer, and one of each kind.
     "hybrid": (
         "--hybrid-layer-pattern MG*- --mamba-num-heads 8 --mamba-head-dim 4 --mamba-state-dim 6 --mamba-num-groups 4"

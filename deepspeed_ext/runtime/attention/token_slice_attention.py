@@ -51,7 +51,13 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from deepspeed_ext.runtime.attention.kernels import Attended, AttentionKernel, Gradients
+from deepspeed_ext.runtime.attention.kernels import (
+    Attended,
+    AttentionKernel,
+    Gradients,
+    gradient_of_sinks,
+    with_sinks,
+)
 
 Heads = tuple[Tensor, ...]
 """Keys and values, each [B, tokens, G, D] of its own G and D; or latents [B, tokens, c + r] in their place."""
@@ -213,7 +219,17 @@ class TokenSliceAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, state: KeyValueState | None, start: int, scale: float, kernel: AttentionKernel):
+    def forward(
+        ctx,
+        query,
+        key,
+        value,
+        state: KeyValueState | None,
+        start: int,
+        scale: float,
+        kernel: AttentionKernel,
+        sinks=None,
+    ):
         """Return the output [B, N, H, D].
 
         Args:
@@ -221,6 +237,7 @@ class TokenSliceAttention(torch.autograd.Function):
             key: [B, N, G, D].
             value: [B, N, G, D].
             state: keys and values of the sequence; None if the token slice is all of it.
+            sinks: [H], scores as in `with_sinks`; None for none.
         """
         if state is None:
             query, *keys = kept = _kept(query, key, value)
@@ -230,21 +247,24 @@ class TokenSliceAttention(torch.autograd.Function):
             state.write((key, value), start)
             keys = state.read(start, start + query.shape[1])
         attended = kernel.forward(query, *keys, scale)
+        if sinks is not None:
+            attended = with_sinks(attended, sinks)
         # Kernels leave the heads before the tokens; the next layer needs them after, and would keep a copy of its own.
         output = attended.output.contiguous()
-        ctx.save_for_backward(output, attended.log_sum_exp, *kept)
+        ctx.save_for_backward(output, attended.log_sum_exp, sinks, *kept)
         ctx.state, ctx.start, ctx.scale, ctx.kernel = state, start, scale, kernel
         return output
 
     @staticmethod
     def backward(ctx, output_gradient):  # noqa: D102
-        output, log_sum_exp, query, *keys = ctx.saved_tensors
-        state, start = ctx.state, ctx.start
+        output, log_sum_exp, sinks, query, *keys = ctx.saved_tensors
+        state, start, attended = ctx.state, ctx.start, Attended(output, log_sum_exp)
         if state is not None:
             keys = state.read(start, start + query.shape[1])
-        gradients = ctx.kernel.backward(output_gradient, query, *keys, Attended(output, log_sum_exp), ctx.scale)
+        gradients = ctx.kernel.backward(output_gradient, query, *keys, attended, ctx.scale)
         own_key, own_value = gradients.own if state is None else state.accumulate(gradients, start)
-        return gradients.query, own_key, own_value, None, None, None, None
+        of_sinks = None if sinks is None else gradient_of_sinks(output_gradient, attended, sinks)
+        return gradients.query, own_key, own_value, None, None, None, None, of_sinks
 
 
 def _kept(*heads: Tensor) -> tuple[Tensor, ...]:

@@ -316,6 +316,7 @@ class Past:
         key: Tensor,
         value: Tensor,
         *,
+        sinks: Tensor | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
         first_head: int = 0,
@@ -330,6 +331,8 @@ class Past:
             query: [B, N, H, D], of the N tokens that the layer is given.
             key: [B, N, G, D]; H must be a multiple of G.
             value: [B, N, G, v], v at most D.
+            sinks: [H], learned scores to which the queries of a head attend in every softmax, with values of 0; None
+                for none.
             scale: factor of the scores; 1 / sqrt(D) if None.
             first_head: number of the first query head, where a rank has some of them.
             window: tokens that a token attends to, itself included; None for all before it. A layer has one.
@@ -342,6 +345,7 @@ class Past:
         start = self._begin_attention(query)
         if ranks.size > 1:
             query, key, value = to_all_tokens(ranks, *with_copies_of_keys(query, key, value, ranks.size))
+            sinks = None if sinks is None else self.own_heads(sinks)
             first_head += ranks.rank * query.shape[2]
         output = TokenSliceAttention.apply(
             query,
@@ -351,6 +355,7 @@ class Past:
             start,
             query.shape[-1] ** -0.5 if scale is None else scale,
             self._kernel(query, value.shape[-1], start, dropout, first_head, window, softcap),
+            sinks,
         )
         return self.own_tokens(output)
 

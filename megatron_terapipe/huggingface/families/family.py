@@ -30,6 +30,8 @@ class TensorNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     projection: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
+    """The whole name."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """The matrices to the hidden layer of the MLP: gate and gated half, separate or both in one."""
     down: str = "mlp.down_proj"
@@ -39,6 +41,9 @@ class TensorNames:
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     """The same matrices of experts: each expert's by its number, or all experts in one."""
     expert_down: str = "mlp.experts.{}.down_proj"
+    alternating_experts: bool = False
+    """Whether experts are [E, in, out], with rows of the gate and of the gated half in turn, and names without
+    `.weight`."""
     shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate.weight"
@@ -89,6 +94,7 @@ _OF_SCALING = {
     "rotary_low_frequency_factor": ("llama3",),
     "rotary_high_frequency_factor": ("llama3",),
     "rotary_beta_slow": ("yarn",),
+    "rotary_unrounded_ramp": ("yarn",),
     "rotary_beta_fast": ("yarn",),
     # With dynamic, the positions of their files are the length before scaling, and sequences may be longer.
     "max_position_embeddings": ("none", "linear", "llama3", "yarn", "longrope"),
@@ -118,8 +124,10 @@ class Family:
     def fields(self, file: SettingsFile) -> dict[str, Any]:
         """Return the fields of the model section that a `config.json` sets, without the length of sequences."""
         file = file.with_aliases(self.aliases)
+        own = {key for each in self.settings for key in each.keys}
         for key, (accepted, reason) in _OF_ALL.items():
-            file.expect(key, accepted, accepted[0], *reason)
+            if key not in own:
+                file.expect(key, accepted, accepted[0], *reason)
         found: dict[str, Any] = {}
         try:
             for each in self.settings:

@@ -67,6 +67,7 @@ def rotations(
     part_key: str = "partial_rotary_factor",
     scalings: tuple[str, ...] = SCALINGS,
     original_length: int | None = None,
+    usual: Mapping[str, Any] | None = None,
     older_names: tuple[str, ...] = (),
 ) -> Setting:
     """Return the setting of positions that rotate queries and keys.
@@ -75,10 +76,12 @@ def rotations(
         part: default of the rotated fraction of the head; None if it is always 1.
         original_length: default of the length before scaling, if the family writes it outside the section; None if it
             is within the section.
+        usual: the section of a file without one; None for rotations without scaling.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        section = next((each for name in _SECTIONS if (each := file.section(name))), file.section(_SECTIONS[0]))
+        missing = SettingsFile(usual or {}, f"{file.where} {_SECTIONS[0]}")
+        section = next((each for name in _SECTIONS if (each := file.section(name))), missing)
         for layer_type in (_WHOLE, _WINDOW):
             section.expect(layer_type, (None,))
         # In transformers the key outside replaces that of the section.
@@ -135,7 +138,7 @@ def _read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[
         # With dynamic the length before scaling is always the longest sequence of the file.
         fields["rotary_original_length"] = before
     if kind == "yarn":
-        section.expect("truncate", (True, None))
+        fields["rotary_unrounded_ramp"] = not section.value("truncate", SWITCH, True)
 
     def number(key: str, required: bool = kind not in ("yarn", "longrope")) -> float | None:
         value = section.value(key, NUMBER) if required else section.value(key, NUMBER, None, nullable=True)
@@ -187,6 +190,8 @@ def _written_scaling(model: ModelConfig, *, length_outside: bool = False) -> Map
     if kind not in ("linear", "dynamic"):
         section[_ORIGINAL] = model.rotary_original_length
     section |= {key: getattr(model, field) for key, field in _SCALING_KEYS.get(kind, {}).items()}
+    if model.rotary_unrounded_ramp:
+        section["truncate"] = False
     if kind == "longrope":
         section |= {key: list(listed_factors(model, field)) for key, field in _LISTS.items()}
     return section
@@ -271,17 +276,18 @@ def window_of_all(default: int | None = None) -> Setting:
     return Setting(("sliding_window", "layer_types"), read, lambda model: {"sliding_window": model.sliding_window})
 
 
-def window_by_type(usual: int | None, every_key: str | None = None) -> Setting:
+def window_by_type(usual: int | None, every_key: str | None = None, *, tokens: int = 4096) -> Setting:
     """Return the window that layers of a type have, or, without a list of types, all but every Nth.
 
     Args:
         usual: N where the key is missing; None if without types all layers have the window, if there is one.
         every_key: key of N; None if it has none.
+        tokens: default of the window.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
         every = usual if every_key is None else file.value(every_key, COUNT, usual)
-        window = file.value("sliding_window", COUNT, 4096, nullable=True)
+        window = file.value("sliding_window", COUNT, tokens, nullable=True)
         without = [window is not None if every is None else (i + 1) % every != 0 for i in range(fields["num_layers"])]
         return _windows(file, window, _layer_types(file, fields) or without)
 

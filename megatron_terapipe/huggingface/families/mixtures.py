@@ -21,6 +21,7 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     delta_net_by_type,
     pattern_of,
     rotations,
+    window_by_type,
     window_of_all,
 )
 from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, MULTIPLIERS, llama_like, swish
@@ -281,6 +282,46 @@ GLM4_MOE = mixture(
     key_heads=8,
     epsilon=1e-5,
     defaults=(151552, 131072, 4096, 10944, 46, 96),
+)
+
+
+def _quantized(file: SettingsFile, fields: Fields) -> Fields:
+    section = file.section("quantization_config")
+    section.expect("quant_method", ("mxfp4", None), end="give a copy of the model in bf16")
+    return {}
+
+
+GPT_OSS = mixture(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    ("num_local_experts", 128, 4),
+    Setting(("quantization_config",), _quantized),
+    window_by_type(2, tokens=128),
+    always(softmax_type="learnable", activation="quick-geglu", glu_linear_offset=1.0, disable_bias_linear=False),
+    same("swiglu_limit", "activation_func_clamp_value", NUMBER, 7.0),
+    fixed("swiglu_alpha", 1.702),
+    fixed("hidden_act", "silu"),
+    fixed("attention_bias", True),
+    ONE_WIDTH,
+    # They repeat other keys.
+    ignored("experts_per_token", "initial_context_length"),
+    bias=always(),
+    rotation=rotations(
+        base=150_000.0,
+        scalings=("yarn",),
+        usual={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+    ),
+    aliases={"num_local_experts": "num_experts"},
+    tensors=TensorNames(
+        router="mlp.router",
+        expert_up=("mlp.experts.gate_up_proj",),
+        expert_down="mlp.experts.down_proj",
+        alternating_experts=True,
+    ),
+    key_heads=8,
+    head_size=64,
+    epsilon=1e-5,
+    defaults=(201088, 131072, 2880, 2880, 36, 64),
 )
 
 _HYBRID_TENSORS = TensorNames(

@@ -47,7 +47,7 @@ NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "nu
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling leaves out factor, which must be a number above"),
         ("llama", {"partial_rotary_factor": 0.5}, "sets partial_rotary_factor to 0.5, and our models have 1 or null"),
         ("llama", {"rope_scaling": {"type": "proportional", "factor": 2}}, "as proportional, and our models not"),
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "sets truncate to false"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 0}}, "sets truncate to 0, and it must be"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters sets full_attention"),
         ("qwen2", {"use_sliding_window": "false"}, 'sets use_sliding_window to "false", and it must be true or false'),
         ("llama", {"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and weights are'),

@@ -41,19 +41,23 @@ class Layer(nn.Module):
         softcap: float | None = None,
         dropout: float = 0.0,
         starts: Starts | None = None,
+        *,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.number, self.groups, self.window, self.softcap = number, groups, window, softcap
         self.dropout, self.starts = dropout, starts
         self.product = nn.Linear(WIDTH, (HEADS + 2 * groups) * SIZE)
         self.out = nn.Linear(HEADS * SIZE, WIDTH)
+        self.sinks = nn.Parameter(torch.randn(HEADS)) if sinks else None
 
     def forward(self, hidden: Tensor, past: Past | None) -> Tensor:
         heads = self.product(hidden).unflatten(-1, (-1, SIZE)).split([HEADS, self.groups, self.groups], dim=2)
         if past is None:
             attended = self.written_out(*heads)
         else:
-            attended = past.attend(*heads, window=self.window, softcap=self.softcap, dropout=self.dropout)
+            more = {"window": self.window, "softcap": self.softcap, "dropout": self.dropout}
+            attended = past.attend(*heads, sinks=self.sinks, **more)
         return hidden + self.out(attended.flatten(2))
 
     def written_out(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -68,7 +72,10 @@ class Layer(nn.Module):
         for row, starts in enumerate(self.starts or ()):
             document = torch.bucketize(torch.arange(length), torch.tensor(starts), right=True)
             seen[row] &= document[:, None] == document
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks[:, None, None].expand(ROWS, -1, length, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         if self.dropout:
             rows = DropoutPlace.at(5, self.number, 0, SEQUENCES, 0).rows(length, query.device)
             kept = attention_keep_mask(rows, 0, HEADS, 0, length, self.dropout)
@@ -119,12 +126,14 @@ def worst_error(
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("lengths", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
-def test_windows_and_soft_caps_at_every_cut(
+def test_windows_sinks_and_soft_caps_at_every_cut(
     lengths: tuple[int, ...], window: int | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)
     for groups, softcap in ((1, None), (2, 0.5), (4, None)):
-        assert worst_error([Layer(0, groups, window, softcap)], TokenSlices(lengths), dtype=dtype) <= tolerance
+        # The gradient of a sink is a sum of both signs, which fp32 may round by more than its tolerance.
+        layer = Layer(0, groups, window, softcap, sinks=groups != 1 and dtype is torch.float64)
+        assert worst_error([layer], TokenSlices(lengths), dtype=dtype) <= tolerance
 
 
 @st.composite
@@ -143,13 +152,13 @@ def setups(
         st.sampled_from([None] if fused else [None, 0.5]),
         st.sampled_from([0.0] if fused else [0.0, 0.3]),
     )
-    layers = [Layer(number, *draw(kinds), starts) for number in range(2)]
+    layers = [Layer(number, *draw(kinds), starts, sinks=draw(st.booleans())) for number in range(2)]
     return layers, cut, starts
 
 
 @settings(deadline=None, max_examples=60)
 @given(setup=setups(), recompute=st.booleans(), seed=st.integers(0, 2**16))
-def test_any_window_cut_document_dropout_and_soft_cap(setup, recompute: bool, seed: int) -> None:
+def test_any_window_cut_document_dropout_sink_and_soft_cap(setup, recompute: bool, seed: int) -> None:
     torch.manual_seed(seed)
     assert worst_error(*setup, recompute=recompute) <= 1e-12
 

@@ -57,6 +57,7 @@ THERE_AND_BACK = (
 PER_TOKEN = "--calculate-per-token-loss"
 VOCABULARY, LATENT = "--vocabulary-stages", "--latent-kept latent"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+CLAMPED = "--activation-func-clamp-value 0.3"
 FOUND = "--pipeline-schedule optimised --token-slices auto"
 SETUPS = [
     Setup(1, UNIFORM, fp64=True),
@@ -200,6 +201,17 @@ SETUPS = [
     Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {OFFLOAD} {LATENT}", fp64=True, family="deepseek"),
     Setup(4, f"{SEQ2} {PP2} {EVEN} {PACKED} {MODEL_CHUNKS} {ZERO}", family="deepseek"),
     Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO} {LATENT}", family="deepseek"),
+    # Sinks in attention, beside windows; gates with clamps and an offset, routers with biases. Rounding in bf16 would
+    # move numbers over a clamp, where gradients jump.
+    Setup(1, f"{UNEVEN} {DROPOUT} {PACKED} {CLAMPED}", fp64=True, family="gpt_oss"),
+    Setup(
+        2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {SELECTIVE} {PACKED} {CLAMPED}", fp64=True, family="gpt_oss", micro_batches=3
+    ),
+    Setup(2, f"{EP2} {TP2} {EVEN} {SP} {FULL} {CLAMPED}", fp64=True, family="gpt_oss"),
+    Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {PACKED} {DROPOUT} {CLAMPED}", fp64=True, family="gpt_oss"),
+    Setup(4, f"{SEQ2} {PP2} {EVEN} {OFFLOAD} {MODEL_CHUNKS} {CLAMPED}", fp64=True, family="gpt_oss", micro_batches=3),
+    Setup(4, f"{EP2} {PP2} {UNEVEN} {STAGE} {ZERO} {CLAMPED}", family="gpt_oss"),
+    Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO}", family="gpt_oss"),
     # Experts, on one rank and on ranks of every other axis.
     Setup(1, f"{UNEVEN} {ZERO_BUBBLE} {DROPOUT} {SELECTIVE}", fp64=True, family="mixtral"),
     Setup(2, f"{TP2} {EVEN} {SP} {FULL}", fp64=True, family="experts"),
@@ -269,6 +281,7 @@ class WholePast:
         key: Tensor,
         value: Tensor,
         *,
+        sinks: Tensor | None = None,
         scale: float,
         dropout: float,
         first_head: int,
@@ -285,7 +298,10 @@ class WholePast:
         if window is not None:
             begins = torch.maximum(begins, keys - window + 1)
         seen = (keys <= keys[:, None]) & (keys >= begins[:, :, None])
-        weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         if dropout:
             place = DropoutPlace.at(self.seed, self.layer, 0, self.sequences, 0)
             rows = place.rows(length, query.device)
