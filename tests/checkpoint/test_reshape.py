@@ -32,6 +32,7 @@ _EXPERTS = (
     "--num-experts 4 --moe-layer-freq [0,1,1] --swiglu --ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16"
     " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
     " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
+    " --softmax-type learnable"
 )
 _EP2, _EP4 = (f"{_EXPERTS} --expert-model-parallel-size {size}" for size in (2, 4))
 

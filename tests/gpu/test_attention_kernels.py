@@ -16,7 +16,12 @@ from deepspeed_ext.runtime.attention.flash_kernels import (
     kernel_for,
     kernel_of_runs_for,
 )
-from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
+from deepspeed_ext.runtime.attention.kernels import (
+    AttentionKernel,
+    PlainAttention,
+    gradient_of_sinks,
+    with_sinks,
+)
 from deepspeed_ext.runtime.state import sequence_state
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 
@@ -57,7 +62,7 @@ def compare(
     groups: int,
     window: int | None = None,
 ):
-    """Hold a kernel against attention written out in fp32, in fp64 for a kernel of fp32."""
+    """Hold a kernel against attention written out in fp32, in fp64 for a kernel of fp32; with windows also sinks."""
     generator = torch.Generator("cuda").manual_seed(num_queries + prefix_len + size + groups)
 
     def random(tokens: int, heads: int) -> Tensor:
@@ -68,11 +73,18 @@ def compare(
     key, value = (random(prefix_len + num_queries + 5, groups)[:, :-5] for _ in range(2))
     scale = size**-0.5
     attended = kernel.forward(query, key, value, scale)
+    sinks = None if window is None else torch.linspace(-2, 4, HEADS, device="cuda")
+    if sinks is not None:
+        attended = with_sinks(attended, sinks)
     found = kernel.backward(output_gradient, query, key, value, attended, scale)
     reference = torch.float64 if dtype is torch.float32 else torch.float32
     plain = PlainAttention(window=window)
     exact = [each.to(reference) for each in (query, key, value)]
     expected = plain.forward(*exact, scale)
+    if sinks is not None:
+        expected = with_sinks(expected, sinks)
+        of_sinks = [gradient_of_sinks(output_gradient, each, sinks) for each in (attended, expected)]
+        assert error(*of_sinks) < 10 * TOLERANCES[dtype][1]
     gradients = plain.backward(output_gradient.to(reference), *exact, expected, scale)
     of_output, of_gradients = TOLERANCES[dtype]
     assert error(attended.output, expected.output) < of_output
