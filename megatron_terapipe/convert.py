@@ -93,6 +93,13 @@ def build_parser(prog: str) -> CommandParser:
     imported.add_argument(
         "--load", required=True, metavar="HF_DIR", help="directory with config.json and weights as safetensors"
     )
+    imported.add_argument(
+        "--mtp-num-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="layers that predict further tokens, which are read, too (default: 0)",
+    )
     to_megatron = _add_command(
         commands,
         "to-megatron",
@@ -175,13 +182,13 @@ def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressL
     from megatron_terapipe.checkpoint.conversion import import_model
 
     progress = line.part("writing the checkpoint")
-    checkpoint, left = import_model(Path(options.load), output, dtype=options.dtype, progress=progress)
-    remarks = (f"{options.load} also has {', '.join(left)}, not kept: no export will have them",) if left else ()
+    settings = {"mtp_num_layers": options.mtp_num_layers, "dtype": options.dtype}
+    checkpoint, remarks = import_model(Path(options.load), output, **settings, progress=progress)
     sentence = (
         f"wrote {checkpoint} from {options.load}: train it with --load {output} --finetune --use-checkpoint-args "
         f"--seq-length N, or generate with --load {output}"
     )
-    written = Converted(output=str(checkpoint), source=options.load, remarks=remarks)
+    written = Converted(output=str(checkpoint), source=options.load, remarks=tuple(remarks))
     return written, "\n".join([sentence, *(f"note: {each}" for each in remarks)])
 
 

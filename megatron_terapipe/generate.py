@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -220,7 +221,7 @@ def _loaded(source: _Source, tokens: int) -> "WholeModel":
     with ProgressLine() as line:
         weights, progress = source.weights(line)
         with torch.device("meta"):
-            empty = WholeModel(for_length(source.model, tokens))
+            empty = WholeModel(replace(for_length(source.model, tokens), mtp_num_layers=0))
         return empty.take(weights, progress).float().eval()
 
 

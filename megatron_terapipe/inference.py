@@ -20,13 +20,14 @@ from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.model.logits import Logits
 
 
 class WholeModel(nn.Module):
-    """The layers of `gpt_layers`, one after the other.
+    """The layers of `gpt_layers`, one after the other. Those that predict further tokens are held, and not run.
 
     Args:
         base_seed: layer i starts from seed `base_seed + i`, as on the ranks of a pipeline.
@@ -48,6 +49,7 @@ class WholeModel(nn.Module):
             if isinstance(spec, TiedLayerSpec):
                 tied[spec.key] = layer
         self._functions = [(function, takes_past(function)) for function in functions]
+        self._num_used = output_layer(model.num_layers) + 1
 
     def forward(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Tensor:
         """Return the logits [B, N, vocabulary] of the tokens [B, N] of a token slice."""
@@ -56,7 +58,7 @@ class WholeModel(nn.Module):
     def output(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Logits:
         """Return the output of the last layer for tokens [B, N], from which logits or a loss are computed."""
         hidden: Any = tokens
-        for index, (function, wants_past) in enumerate(self._functions):
+        for index, (function, wants_past) in enumerate(self._functions[: self._num_used]):
             if wants_past:
                 hidden = function(hidden, past=state.past(index, token_slice))
             else:

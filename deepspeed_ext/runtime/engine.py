@@ -85,6 +85,7 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         self._data = MicroBatchReader(self._next_batch)
         self._loss = BatchLoss(
             next(module.parameters()),
+            shape=module.loss_shape,
             copies=replicas,
             sequence_ranks=module.sequence_ranks,
             pipeline=grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
@@ -159,8 +160,8 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
                 `cut_by_documents`. The same on every rank.
 
         Returns:
-            Mean loss over micro-batches and data-parallel ranks, on every rank; or `(loss, outputs, labels)`, of all
-            rows and tokens of this replica, None on ranks without the last stage.
+            Mean loss over micro-batches and data-parallel ranks, on every rank, of the module's `loss_shape`; or
+            `(loss, outputs, labels)`, of all rows and tokens of this replica, None on ranks without the last stage.
         """
         plan = self._plan(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
         if data_iter is not None:

@@ -274,19 +274,21 @@ class BatchLoss:
         copies: ranks with the same weights: the sequence-parallel ranks of all replicas.
         pipeline: ranks of the pipeline; None with one stage.
         source: global rank of this pipeline's last stage.
+        shape: of the loss: [], or [K] for several that are reported apart.
     """
 
     def __init__(
         self,
         like: Tensor,
         *,
+        shape: tuple[int, ...] = (),
         copies: dist.ProcessGroup,
         sequence_ranks: SequenceParallelRanks,
         pipeline: dist.ProcessGroup | None,
         source: int,
     ) -> None:
         self._like, self._copies, self._sequence_ranks = like, copies, sequence_ranks
-        self._pipeline, self._source = pipeline, source
+        self._pipeline, self._source, self._shape = pipeline, source, shape
         self._computes = source == dist.get_rank()
         """Whether this rank has the last stage."""
         self.begin()
@@ -329,13 +331,13 @@ class BatchLoss:
         return self._broadcast(counted if self._num_tokens is None else self._num_tokens).item()
 
     def mean(self, loss: Tensor | None, *, broadcast: bool = True) -> Tensor | None:
-        """The mean [] over replicas of the mean over micro-batches; without `broadcast`, on the last stage only.
+        """The mean over replicas of the mean over micro-batches; without `broadcast`, on the last stage only.
 
         Args:
-            loss: mean over the micro-batches of this rank: []; None without the last stage.
+            loss: mean over the micro-batches of this rank, of the shape of the loss; None without the last stage.
         """
         if loss is None:
-            loss = torch.zeros((), dtype=self._like.dtype, device=self._like.device)
+            loss = torch.zeros(self._shape, dtype=self._like.dtype, device=self._like.device)
         loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         if self._computes:
             dist.all_reduce(loss, group=self._copies)

@@ -140,6 +140,7 @@ class TokenSlicePipelineModule(PipelineModule):
         token_slices: lengths of the token slices of every sequence; multiples of the sequence-parallel size.
         loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
             returns the mean over its tokens. None if the last layer returns that.
+        num_losses: losses [K] that it returns, which are minimised together and reported apart; None for one, [].
         output_fn: converts the last layer's output for callers, if the loss needs another form; None for no change.
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
         num_model_chunks: stages that each pipeline rank owns.
@@ -176,6 +177,7 @@ class TokenSlicePipelineModule(PipelineModule):
         layout: ParallelLayout,
         token_slices: TokenSlices,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        num_losses: int | None = None,
         output_fn: Callable[[Any], Any] | None = None,
         partition: str | StagePartition = "parameters",
         num_model_chunks: int = 1,
@@ -250,6 +252,8 @@ class TokenSlicePipelineModule(PipelineModule):
         self.token_slices = token_slices
         self.split_batch, self.loss_tokens = split_batch, loss_tokens
         self.output_fn = output_fn
+        self.loss_shape = () if num_losses is None else (num_losses,)
+        """Shape of the loss."""
         self.documents, self.cut_by_documents = documents, cut_by_documents
         self.activation_spec = activation_spec
         self.recomputation = Recomputation(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
-from megatron_terapipe.arguments.spellings import DENSE, Spellings
+from megatron_terapipe.arguments.spellings import ABSENT, Spellings
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import Option, Otherwise, choices_of, flag, one_of, option_of
 from megatron_terapipe.errors import ConfigError
@@ -374,7 +374,7 @@ def add_trainer_flags(
 def _check_flags(words: Sequence[str], known: Collection[str]) -> None:
     """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
     foreign = foreign_flags()
-    given = {name for name, values in _flags_with_values(words) if (name, *values) not in DENSE}
+    given = {name for name, values in _flags_with_values(words) if (name, *values) not in ABSENT}
     by_reason: dict[str, list[str]] = {}
     unknown: set[str] = set()
     for name, values in _flags_with_values(words):

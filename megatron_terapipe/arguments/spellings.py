@@ -135,8 +135,8 @@ class Spellings:
         return StagePartition(tuple(accumulate(sizes, initial=0)))
 
 
-DENSE = (("--num-experts", "0"), ("--num-experts", "1"))
-"""Flags, with values, of a dense model in Megatron-LM and Megatron-DeepSpeed."""
+ABSENT = (("--num-experts", "0"), ("--num-experts", "1"), ("--mtp-num-layers", "0"))
+"""Flags that with these values give the model no such layers, in Megatron-LM and Megatron-DeepSpeed."""
 
 
 def normalize_flags(typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,26 +55,35 @@ from megatron_terapipe.model.gpt import layers_with_weights
 
 
 def import_model(
-    directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = no_progress
+    directory: Path,
+    output: Path,
+    *,
+    mtp_num_layers: int = 0,
+    dtype: str | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[Path, list[str]]:
     """Write a model of Hugging Face as a checkpoint at iteration 0.
 
-    Returns its directory, and the names beside the weights that it does not keep.
+    Returns its directory, and remarks on what it does not keep, a sentence each.
 
     Args:
+        mtp_num_layers: layers that predict further tokens to be read.
         dtype: type of the weights; None as they are there.
     """
     family, model = read_model(directory, "--load")
+    model = replace(model, mtp_num_layers=mtp_num_layers)
     weights = FolderWeights(directory, family, model)
     weights.check()
     beside, left = files_beside(directory)
+    remarks = [f"{directory} also has {', '.join(left)}, not kept: no export will have them"] if left else []
+    remarks += [each for each in [weights.left_out()] if each is not None]
     tokenizer = {
         name: value if name == "tokenizer_type" else f"{MODEL_FILES}/{Path(value).name}"
         for name, value in tokenizer_of(directory).items()
     }
     info = CheckpointInfo.imported(family.name, model, tokenizer=tokenizer)
     layers = ((layer_file(index), layer) for index, layer in _layers(model, weights, dtype, progress))
-    return _write_checkpoint(output, info, chain(layers, in_checkpoint(beside).items())), left
+    return _write_checkpoint(output, info, chain(layers, in_checkpoint(beside).items())), remarks
 
 
 def import_megatron(
@@ -115,7 +124,7 @@ def import_megatron(
         for stage, (index, layer) in enumerate(_layers(model, weights, dtype, progress)):
             yield layer_file(index), layer
             if optimizer is not None:
-                tied = index == 0 and not model.untie_embeddings_and_output_weights
+                tied = index == 0 and model.embedding_is_tied
                 own = [name for name, _ in meta_layer(model, index).named_parameters()]
                 names = ["tied_modules.embedding.weight"] if tied else [f"{index}.{name}" for name in own]
                 places.update(dict.fromkeys(names, Place(stage)))
@@ -194,6 +203,7 @@ def export_checkpoint(
     info = checkpoint_info(directory).of_gpt(directory)
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
+    unnamed = model.mtp_num_layers - (model := chosen.with_named_layers(model)).mtp_num_layers
     layers = _verified_layers(directory, info, model, dtype, progress)
     output.mkdir(parents=True, exist_ok=True)
     tensors = _split_layers(model, chosen, layers)
@@ -206,22 +216,25 @@ def export_checkpoint(
         _write_json(output / GENERATION_FILE, ends | {"_from_model_config": True})
     settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
     _write_json(output / "config.json", settings | {"torch_dtype": settings["dtype"]})
-    remarks = [*_remarks(model, chosen), *check_export(output)]
+    remarks = [*_remarks(model, chosen), *check_export(output, model.mtp_num_layers)]
+    if unnamed:
+        remarks.append(f"{unnamed} of the layers that predict further tokens left out: {chosen.name} has no names")
     return export_files(directory, info.tokenizer, output), remarks
 
 
-def check_export(directory: Path) -> list[str]:
+def check_export(directory: Path, mtp_num_layers: int = 0) -> list[str]:
     """Read a folder again; return why a transformers that is installed does not read it, or nothing.
 
     Raises a `CheckpointError` if it has not the tensors that its description promises, or not the weights of the class
     of transformers.
     """
     family, model = read_model(directory, "--output")
-    FolderWeights(directory, family, model).check()
+    FolderWeights(directory, family, replace(model, mtp_num_layers=mtp_num_layers)).check()
     if find_spec("transformers") is None:
         return []
-    tensors = SavedTensors(directory)
-    return check_class(directory, family.architecture, {name: tensors.shape(name) for name in tensors.names})
+    tensors, further = SavedTensors(directory), family.names(model).further
+    names = (name for name in tensors.names if further is None or further.depth_of(name) is None)
+    return check_class(directory, family.architecture, {name: tensors.shape(name) for name in names})
 
 
 def check_class(directory: Path, architecture: str, ours: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -255,13 +268,23 @@ def check_class(directory: Path, architecture: str, ours: Mapping[str, tuple[int
 def _split_layers(
     model: ModelConfig, family: Family, layers: Iterable[tuple[int, dict[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors [...] of layers by name; where a family ties none, also a copy of the embedding."""
-    names = family.names(model)
+    """Yield the tensors [...] of layers by name, and the copies of the embedding and the output layer in such files."""
+    names, further = family.names(model), family.names(model).further
+    words, output = f"{names.prefix}{names.words}.weight", f"{names.output}.weight"
+    copied = {"words": words, "output": output if model.untie_embeddings_and_output_weights else words}
+    numbers = range(model.mtp_num_layers)
     for index, layer in layers:
         split = split_layer(rules_of(model, family, index), layer)
         yield from split.items()
         if index == 0 and model != family.written(model):
-            yield f"{names.output}.weight", split[f"{names.prefix}{names.words}.weight"].clone()
+            yield output, split[words].clone()
+        for copy, original in further.copies.items() if further is not None else ():
+            if copied[original] in split:
+                for number in numbers:
+                    yield (
+                        f"{further.begin.format(further.first + number)}{copy}.weight",
+                        split[copied[original]].clone(),
+                    )
 
 
 def _remarks(model: ModelConfig, family: Family) -> Iterator[str]:

@@ -108,11 +108,18 @@ def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
     """Return the facts of a folder.
 
     Args:
-        model: the run's model section, which has the padding of the vocabulary: the folder's has none.
+        model: the run's model section, which has the padding of the vocabulary, and the number of layers that predict
+            further tokens: the folder's has neither.
     """
     family, theirs = read_model(folder, "--load")
-    padding = {name: getattr(model, name) for name in ("make_vocab_size_divisible_by", "vocab_rows")}
-    return CheckpointInfo.imported(family.name, replace(theirs, **padding))
+    ours = {name: getattr(model, name) for name in ("make_vocab_size_divisible_by", "vocab_rows", "mtp_num_layers")}
+    return CheckpointInfo.imported(family.name, replace(theirs, **ours))
+
+
+def left_out(directory: Path, info: CheckpointInfo) -> str | None:
+    """Return a sentence about weights of a folder of Hugging Face that the run does not read; None without any."""
+    weights = weights_of(directory, info)
+    return weights.left_out() if isinstance(weights, FolderWeights) else None
 
 
 def weights_of(directory: Path, info: CheckpointInfo) -> SavedWeights | FolderWeights | NamedWeights:

@@ -30,7 +30,6 @@ from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
 from megatron_terapipe.checkpoint.megatron_files import MegatronWeights, NamedWeights
 from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
-from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
 from megatron_terapipe.huggingface.folder_weights import FolderWeights
 from megatron_terapipe.model.gpt import layers_with_weights
@@ -117,7 +116,7 @@ def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, 
             for layer in layers_with_weights(model)
             for part in range(info.num_parts(layer))
         ]
-        layers = [layer for layer, block in enumerate(model.blocks, LAYERS_BEFORE_BLOCKS) if block.num_experts]
+        layers = [layer for layer, block in model.blocks_by_index.items() if block.num_experts]
         names += [experts_file(layer, rank) for layer in layers for rank in experts]
     if not weights_only:
         names += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]

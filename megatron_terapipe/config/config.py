@@ -176,6 +176,12 @@ class Config:
                 f"--num-layers is {num_layers}: end it with {num_layers}"
             )
 
+        if self.model.mtp_num_layers and parallel.stage_partition == "parameters":
+            raise ConfigError(
+                "--stage-partition parameters may part the output layer from the layers of --mtp-num-layers, which use "
+                "its weight: use uniform, or a list of transformer layers"
+            )
+
     def _check_tensor_parallel(self) -> None:
         size = self.parallel.tensor_model_parallel_size
         shares = [("--num-attention-heads", self.model.num_attention_heads)]

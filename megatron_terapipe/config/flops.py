@@ -265,12 +265,27 @@ def model_parameters(model: ModelConfig, *, active: bool = False) -> int:
     Args:
         active: of the experts, count only those that a token chooses, as published for such models.
     """
-    blocks = sum(block_parameters(model, block) for block in model.blocks)
+    shapes = model.blocks_by_index.values()
+    blocks = sum(block_parameters(model, block) for block in shapes)
     if active:
-        for block in filter(lambda block: block.num_experts, model.blocks):
+        for block in filter(lambda block: block.num_experts, shapes):
             unchosen = replace(block, num_experts=block.num_experts - model.moe_router_topk)
             blocks -= expert_parameters(model, unchosen)
+    blocks += model.mtp_num_layers * prediction_parameters(model)
     return embedding_parameters(model) + blocks + norm_parameters(model) + output_parameters(model)
+
+
+def prediction_parameters(model: ModelConfig) -> int:
+    """Count the parameters of a layer that predicts a further token besides its transformer layer: norms, a product.
+
+    Tensor-parallel ranks have all of them whole.
+    """
+    return 3 * norm_parameters(model) + prediction_weights(model)
+
+
+def prediction_weights(model: ModelConfig) -> int:
+    """Entries of the matrix from a hidden state and an embedded word to one hidden state."""
+    return 2 * model.hidden_size**2
 
 
 def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
@@ -321,14 +336,15 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
         num_sequences: global batch size B, in sequences of `model.seq_length` tokens.
         causal: whether only scores that are computed count, as in Megatron-LM since 2025. Documents are not counted.
     """
-    seq_length = model.seq_length
+    seq_length, shapes, depths = model.seq_length, model.blocks_by_index.values(), model.mtp_num_layers
     if causal:
-        blocks = sum(block_forward_flops(model, block, seq_length) for block in model.blocks)
+        blocks = sum(block_forward_flops(model, block, seq_length) for block in shapes)
     else:
-        blocks = seq_length * sum(block_forward_flops(model, block, 1, seq_length - 1) for block in model.blocks)
+        blocks = seq_length * sum(block_forward_flops(model, block, 1, seq_length - 1) for block in shapes)
+    blocks += seq_length * depths * 2 * prediction_weights(model)
     passes = 1 + BACKWARD_PER_FORWARD
     blocks *= passes + recompute
-    return num_sequences * (blocks + passes * seq_length * logits_flops_per_token(model))
+    return num_sequences * (blocks + passes * seq_length * (1 + depths) * logits_flops_per_token(model))
 
 
 def key_value_bytes_per_token(
@@ -440,10 +456,11 @@ def document_cuts(model: ModelConfig, num_token_slices: int, *, granularity: int
 
 def _flops_of_layers(model: ModelConfig) -> tuple[float, dict[int | None, float]]:
     """FLOPs of all layers, forward and backward: of a token, and of a token and attended position by window."""
-    linear = sum(linear_flops_per_token(model, block) for block in model.blocks)
+    shapes = model.blocks_by_index.values()
+    linear = sum(linear_flops_per_token(model, block) for block in shapes)
     linear *= 1 + BACKWARD_PER_FORWARD
     attention: dict[int | None, float] = defaultdict(float)
-    for block in model.blocks:
+    for block in shapes:
         per_position = attention_flops_per_position(model, block)
         attention[block.window] += per_position * (1 + FLASH_BACKWARD_PER_FORWARD)
     return linear, dict(attention)

@@ -27,6 +27,12 @@ def output_layer(num_layers: int) -> int:
     return LAYERS_BEFORE_BLOCKS + num_layers + LAYERS_AFTER_BLOCKS - 1
 
 
+def prediction_layers(num_layers: int, mtp_num_layers: int) -> range:
+    """Return the indices of the layers that predict further tokens, after the layer that embeds these."""
+    first = output_layer(num_layers) + 2
+    return range(first, first + mtp_num_layers)
+
+
 _LONGEST = 100_000
 """Entries of a list at most: no model has more layers."""
 

@@ -7,10 +7,12 @@ from typing import Literal
 from megatron_terapipe.config.experts import check_experts
 from megatron_terapipe.config.latent import check_latent, resolve_latent
 from megatron_terapipe.config.layers import (
+    LAYERS_BEFORE_BLOCKS,
     BlockShape,
     block_shapes,
     canonical_layers,
     layers_of_pattern,
+    prediction_layers,
     window_of_megatron,
 )
 from megatron_terapipe.config.options import Otherwise, check, check_bounds, option, resolve, with_value
@@ -19,12 +21,16 @@ from megatron_terapipe.config.rotation import RotationSettings, check_rotation, 
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 OF_TRAINING = {
-    *("seq_length", "hidden_dropout", "attention_dropout"),
+    *("seq_length", "hidden_dropout", "attention_dropout", "mtp_loss_scaling_factor"),
     *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_dispatcher_type"),
 }
 """Fields that change neither the shape nor the meaning of a weight, nor an output of the model after its training."""
+
+
+MOST_DEPTHS = 64
+"""Layers that predict further tokens, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +160,13 @@ class ModelConfig(RotationSettings):
     add_output_bias: bool = option(False, needs=("untie_embeddings_and_output_weights",))
     """Give the output layer a bias. Needs --untie-embeddings-and-output-weights."""
 
+    mtp_num_layers: int = option(0, least=0, most=MOST_DEPTHS)
+    """Layers that predict further tokens, as in DeepSeek-V3: layer k reads the hidden state of a token and the k-th
+    token after it, and predicts the one after that. They are shaped as the last layer, and left out in generation."""
+
+    mtp_loss_scaling_factor: float = option(0.1, above=0, most=1e6, needs=("mtp_num_layers",))
+    """Weight of the losses of --mtp-num-layers, of which the mean is taken, beside the loss of the next token."""
+
     hidden_dropout: float = option(0.0, least=0, below=1)
     """Dropout after the embedding, and on the outputs of attention and MLP. Its masks depend only on the seed, the
     layer and the position of the token, so token slices, stages and ranks do not change them."""
@@ -230,6 +243,16 @@ class ModelConfig(RotationSettings):
             )
         if self.no_rope_freq is not None and not self.rotates:
             raise ConfigError(f"--no-rope-freq {self.no_rope_freq} needs rotations: add --position-embedding-type rope")
+        if self.mtp_num_layers and self.position_embedding_type == "learned_absolute":
+            raise ConfigError(
+                f"--mtp-num-layers {self.mtp_num_layers} adds no learned positions to the tokens that its layers read: "
+                "use --position-embedding-type rope or none"
+            )
+        if self.mtp_num_layers >= self.seq_length:
+            raise ConfigError(
+                f"--mtp-num-layers {self.mtp_num_layers} predicts tokens beyond --seq-length {self.seq_length}: give "
+                f"{self.seq_length - 1} or fewer"
+            )
 
     def _resolve_layers(self) -> None:
         for name in ("hybrid_layer_pattern", "linear_attention_freq"):
@@ -315,6 +338,23 @@ class ModelConfig(RotationSettings):
             for index, shape in enumerate(shapes)
         )
 
+    @property
+    def blocks_by_index(self) -> dict[int, BlockShape]:
+        """Shape of each transformer layer by its index in the pipeline, with those that predict further tokens."""
+        blocks = self.blocks
+        further = dict.fromkeys(prediction_layers(self.num_layers, self.mtp_num_layers), blocks[-1])
+        return dict(enumerate(blocks, LAYERS_BEFORE_BLOCKS)) | further
+
+    @property
+    def mtp_loss_factor(self) -> float:
+        """Weight of the loss of one of the layers that predict further tokens."""
+        return self.mtp_loss_scaling_factor / max(self.mtp_num_layers, 1)
+
+    @property
+    def embedding_is_tied(self) -> bool:
+        """Whether the word embedding has several uses: also in the output layer, or where further tokens are read."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers > 0
+
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
         """Rows of the word embedding.
 
@@ -331,6 +371,11 @@ class ModelConfig(RotationSettings):
 
 def why_vocabulary_stays_whole(model: ModelConfig, *, pipeline_ranks: int, tensor_ranks: int) -> str | None:
     """Return why a model's output layer cannot be dealt to ranks, with the remedy; None if it can."""
+    if model.mtp_num_layers:
+        return (
+            f"--vocabulary-stages computes the logits of the next token only, and --mtp-num-layers "
+            f"{model.mtp_num_layers} predicts further ones: drop one of them"
+        )
     if not model.untie_embeddings_and_output_weights:
         return (
             "--vocabulary-stages cuts the weight of the output layer, which is the embedding's here: add "

@@ -180,8 +180,13 @@ class FolderWeights:
     def __init__(self, directory: Path, family: Family, model: ModelConfig, tensors: Tensors | None = None) -> None:
         self._directory, self._family, self._model = directory, family, model
         self._tensors = tensors or SavedTensors(directory)
-        names, tied = family.names(model), not model.untie_embeddings_and_output_weights
-        weights = (name for name in self._tensors.names if names.is_weight(name, tied=tied))
+        names = family.names(model)
+        if family.with_named_layers(model) != model:
+            raise ConfigError(
+                f"--mtp-num-layers {model.mtp_num_layers}: files of {family.name} have names for "
+                f"{family.with_named_layers(model).mtp_num_layers} layers that predict further tokens: give that number"
+            )
+        weights = (name for name in self._tensors.names if names.is_weight(name, model))
         # From the name of a tensor in the rules to its name in this folder.
         self._spelled = {names.canonical(name): name for name in weights}
         self._rules = lru_cache(maxsize=1)(lambda index: {rule.ours: rule for rule in rules_of(model, family, index)})
@@ -206,7 +211,13 @@ class FolderWeights:
             for name, rule in self._rules(index).items():
                 parts = rule.split(shapes[name])
                 expected |= {theirs: part.shape for theirs, part in zip(rule.theirs, parts, strict=True)}
+        further = self._family.names(self._model).further
         for missing in sorted(expected.keys() - self._spelled.keys()):
+            if further is not None and further.depth_of(missing) is not None:
+                raise CheckpointError(
+                    f"--mtp-num-layers {self._model.mtp_num_layers} reads {missing}, which {self._directory} does not "
+                    "have: give the number of its layers that predict further tokens, 0 for none"
+                )
             raise CheckpointError(
                 f"{self._directory} has no tensor {missing}, which the model that it describes needs: get it again"
             )
@@ -223,6 +234,18 @@ class FolderWeights:
                     "that it describes: get it again"
                 )
         self._check_tied()
+
+    def left_out(self) -> str | None:
+        """Return a sentence about layers that predict further tokens and are not read; None without any."""
+        further = self._family.names(self._model).further
+        depths = {further.depth_of(name) for name in self._tensors.names} - {None} if further is not None else set()
+        if (unread := len(depths) - self._model.mtp_num_layers) <= 0 or further is None:
+            return None
+        first = further.begin.format(further.first + self._model.mtp_num_layers)
+        return (
+            f"{self._directory} has {unread} layer{'s' * (unread > 1)} that predict further tokens ({first}*), which "
+            f"--mtp-num-layers {len(depths)} reads, and which {'are' if unread > 1 else 'is'} left out"
+        )
 
     def _check_tied(self) -> None:
         """Refuse an output layer with values of its own in a tied model: versions of transformers differ on it."""

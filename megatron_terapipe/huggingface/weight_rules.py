@@ -5,14 +5,14 @@ layer. Which biases and norms there are follows from the layers themselves.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, LatentSizes, Recurrence
-from megatron_terapipe.huggingface.families.family import TensorNames
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, LatentSizes, Recurrence, prediction_layers
+from megatron_terapipe.huggingface.families.family import FurtherNames, TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +165,38 @@ Named = Callable[[str, str], WeightRule]
 
 def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: Iterable[str]) -> list[WeightRule]:
     """Return the rules of the parameters of a pipeline layer."""
-    number, last = index - LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + model.num_layers
-    if index < LAYERS_BEFORE_BLOCKS or index >= last:
+    last, shape = LAYERS_BEFORE_BLOCKS + model.num_layers, model.blocks_by_index.get(index)
+    further: Mapping[str, Named] = {}
+    if shape is None:
         of_module = _ends(model, names, index, last)
     else:
-        block = f"{names.prefix}{names.blocks}.{number}."
-        of_module = _block(model, names, block)
-        recurrence = model.blocks[number].recurrence
-        if recurrence is not None:
-            of_module = {**of_module, **_recurrence(recurrence, block, grouped=names.grouped)}
-        elif (latent := model.blocks[number].latent) is not None:
-            of_module = {**of_module, **_latent_attention(latent, block)}
+        block = f"{names.prefix}{names.blocks}.{index - LAYERS_BEFORE_BLOCKS}."
+        if index >= last:
+            assert names.further is not None, "without names for them a model has no such layers"
+            number = names.further.first + index - prediction_layers(model.num_layers, 1).start
+            further, block = _further(names.further, number), names.further.block.format(number)
+        of_module = {**_block(model, names, block), **further}
+        if shape.recurrence is not None:
+            of_module = {**of_module, **_recurrence(shape.recurrence, block, grouped=names.grouped)}
+        elif shape.latent is not None:
+            of_module = {**of_module, **_latent_attention(shape.latent, block)}
     rules = []
     for parameter in parameters:
-        module, _, kind = parameter.rpartition(".")
-        rules.append(of_module[module](parameter, kind))
+        in_block = parameter.removeprefix("block.")
+        module, _, kind = in_block.rpartition(".")
+        rules.append(replace(of_module[module](in_block, kind), ours=parameter))
     return rules
+
+
+def _further(names: FurtherNames, number: int) -> Mapping[str, Named]:
+    """The rules of a layer that predicts a further token, without its transformer layer, by module."""
+    begin = names.begin.format(number)
+    return {
+        "": lambda ours, kind: same(ours, f"{begin}{names.projection}.weight"),
+        "words_norm": _plain(begin + names.words_norm),
+        "hidden_norm": _plain(begin + names.hidden_norm),
+        "final_norm": _plain(begin + names.final_norm),
+    }
 
 
 def _ends(model: ModelConfig, names: TensorNames, index: int, last: int) -> Mapping[str, Named]:

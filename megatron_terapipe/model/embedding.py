@@ -102,10 +102,8 @@ class Head:
             bias: [rows], added after the multiplier; None for none.
             first_part: parts of the vocabulary before the parts of these ranks.
         """
-        # A factor of the hidden state is one of the logits, of which there are many more.
-        scaled = hidden if self._multiplier == 1 else hidden * self._multiplier
-        settings = {"words": self._words, "bias": bias, "softcap": self._softcap, "first_part": first_part}
-        return Logits(scaled, weight, ranks, self._live, **settings)
+        settings = {"words": self._words, "multiplier": self._multiplier, "softcap": self._softcap}
+        return Logits(hidden, weight, ranks, self._live, bias=bias, first_part=first_part, **settings)
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:

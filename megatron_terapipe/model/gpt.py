@@ -1,6 +1,7 @@
 """GPT as a list of pipeline layers, and its loss."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, output_layer
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, BlockShape, output_layer, prediction_layers
 from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import (
@@ -26,6 +27,7 @@ from megatron_terapipe.model.embedding import (
 )
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.norm import NORMS
+from megatron_terapipe.model.prediction import PredictionLayer, further_words
 from megatron_terapipe.model.rotary import RotaryTable
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
@@ -52,6 +54,8 @@ def gpt_layers(
 ) -> list[LayerSpec]:
     """Return the layers of the model, first to last: embeddings, transformer layers, final norm, output layer.
 
+    Those that predict further tokens follow, after a layer that embeds these.
+
     Args:
         ranks: ranks that share the matrices of each layer; None for a single rank.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
@@ -63,14 +67,15 @@ def gpt_layers(
     rotations = {block: rotation_of(model, block) for block in model.blocks}
     # Layers that turn alike share one table.
     tables = {each: RotaryTable(each, model.seq_length) for each in rotations.values() if each is not None}
-    if model.untie_embeddings_and_output_weights:
-        embedding, output = LayerSpec(WordEmbedding, model, ranks), LayerSpec(OutputLayer, model, ranks)
-    else:
-        embedding = TiedLayerSpec("embedding", WordEmbedding, model, ranks)
-        output = TiedLayerSpec("embedding", WordEmbedding, model, ranks, forward_fn=tied_logits)
-    blocks = [
-        LayerSpec(
-            TransformerBlock,
+    tied = partial(TiedLayerSpec, "embedding", WordEmbedding, model, ranks)
+    embedding = tied() if model.embedding_is_tied else LayerSpec(WordEmbedding, model, ranks)
+    output = LayerSpec(OutputLayer, model, ranks)
+    if not model.untie_embeddings_and_output_weights:
+        output = tied(forward_fn=tied_logits)
+
+    def layer(kind: type[TransformerBlock | PredictionLayer], block: BlockShape) -> LayerSpec:
+        return LayerSpec(
+            kind,
             model,
             block,
             ranks,
@@ -79,24 +84,27 @@ def gpt_layers(
             rotary=tables.get(rotations[block]),
             expert_ranks=expert_ranks,
         )
-        for block in model.blocks
-    ]
+
+    blocks = [layer(TransformerBlock, block) for block in model.blocks]
     final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
     outputs = [output]
     if vocabulary_parts > 1:
         assert model.untie_embeddings_and_output_weights, "the configuration cuts a weight of its own only"
         kinds = (FirstVocabularyPart, *[VocabularyPart] * (vocabulary_parts - 1))
         outputs = [LayerSpec(kind, model, ranks, number, vocabulary_parts) for number, kind in enumerate(kinds)]
-    return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, *outputs]
+    further = [tied(forward_fn=further_words)] if model.mtp_num_layers else []
+    further += [layer(PredictionLayer, model.blocks[-1]) for _ in range(model.mtp_num_layers)]
+    return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, *outputs, *further]
 
 
-def layers_with_weights(model: ModelConfig) -> range:
-    """Indices of the pipeline layers that own weights: all but an output layer that is tied to the word embedding.
+def layers_with_weights(model: ModelConfig) -> list[int]:
+    """Indices of the pipeline layers that own weights: all but those with the weight of the word embedding.
 
     An output layer that several pipeline layers share counts as one, as a model on one rank has it.
     """
     tied = not model.untie_embeddings_and_output_weights
-    return range(output_layer(model.num_layers) + 1 - tied)
+    own = range(output_layer(model.num_layers) + 1 - tied)
+    return [*own, *prediction_layers(model.num_layers, model.mtp_num_layers)]
 
 
 def vocabulary_parts(layers: Sequence[Any]) -> range:
@@ -109,16 +117,17 @@ def vocabulary_parts(layers: Sequence[Any]) -> range:
     return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
-def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> StagePartition:
+def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1, mtp_num_layers: int = 0) -> StagePartition:
     """Return the partition of all pipeline layers, from the partition of the transformer layers.
 
-    The embeddings go with the first transformer layer, the final norm with the last, and the output layer, too, unless
-    its parts are stages of their own.
+    The embeddings go with the first transformer layer, the final norm with the last, and all after it, too, unless the
+    parts of the output layer are stages of their own.
     """
     inner = (bound + LAYERS_BEFORE_BLOCKS for bound in blocks.bounds[1:-1])
     output = output_layer(blocks.num_layers)
     ends = range(output, output + vocabulary_parts) if vocabulary_parts > 1 else ()
-    return StagePartition((0, *inner, *ends, output + vocabulary_parts))
+    further = prediction_layers(blocks.num_layers, mtp_num_layers)
+    return StagePartition((0, *inner, *ends, further.stop if further else output + vocabulary_parts))
 
 
 def gpt_loss(logits: Logits | VocabularySums | Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ training, 0.39 with the byte tokenizer, and by less later.
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,14 +101,20 @@ class Logits:
     all rows."""
     bias: Tensor | None = None
     """Of this rank's part of the vocabulary, [V / size]; None for none."""
+    multiplier: float = 1.0
+    """Factor of the hidden state, and so of the logits, of which there are many more."""
     softcap: float | None = None
     """C, where the logit of a product x is c tanh(x / c)."""
     first_part: int = 0
     """Parts of the vocabulary before the parts of these ranks, where pipeline stages share it, too."""
 
+    def of(self, hidden: Tensor) -> "Logits":
+        """Return the logits [B, N, V / size] of other hidden states [B, n, hidden], with the same weight."""
+        return replace(self, hidden=hidden)
+
     def compute(self) -> Tensor:
         """This rank's logits of all tokens, [B, N, V / size]; padding has minus infinity."""
-        logits = linear(self.hidden, self.weight, self.bias, ranks=self.ranks)
+        logits = linear(self._scaled, self.weight, self.bias, ranks=self.ranks)
         if self.softcap is not None:
             logits = (logits / self.softcap).tanh() * self.softcap
         padding = len(self.weight) - self._own_words
@@ -116,14 +122,18 @@ class Logits:
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """Cross-entropy of each token [B, N] in at least fp32, the same on every rank, for token ids [B, N]."""
-        return _CrossEntropy.apply(self.hidden, self.weight, self.bias, targets, self.ranks, self.live, self._rule)
+        return _CrossEntropy.apply(self._scaled, self.weight, self.bias, targets, self.ranks, self.live, self._rule)
 
     def sums(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return two sums over the rows of these ranks, each [B, N] in at least fp32, the same on each of them.
 
         The logarithm of the sum of exponentials of the logits; and the target's logit, 0 where it is another row.
         """
-        return _PartSums.apply(self.hidden, self.weight, self.bias, targets, self.ranks, self.live, self._rule)
+        return _PartSums.apply(self._scaled, self.weight, self.bias, targets, self.ranks, self.live, self._rule)
+
+    @property
+    def _scaled(self) -> Tensor:
+        return self.hidden if self.multiplier == 1 else self.hidden * self.multiplier
 
     @property
     def _rule(self) -> "_Rule":

@@ -82,6 +82,8 @@ def line_of(text: str) -> Line:
         loss = values.get("lm_loss" if part is None else f"{part}_lm_loss")
         values = values if part is None else {"consumed_samples": 0, **values, "part": part}
         values = {**values, "lm_loss": nan if loss is None else loss}
+        if isinstance(further := values.get("mtp_losses"), list):
+            values["mtp_losses"] = [nan if each is None else each for each in further]
     try:
         line: Line = _adapter(kind).validate_python(values)
     except ValidationError as error:
@@ -91,7 +93,7 @@ def line_of(text: str) -> Line:
     for each in fields(line):
         value, most = getattr(line, each.name), LATEST_S if each.name == "time" else LARGEST
         for number in value if isinstance(value, tuple) else (value,):
-            is_unknown_loss = each.name == "lm_loss" and isnan(number)
+            is_unknown_loss = each.name in ("lm_loss", "mtp_losses") and isnan(number)
             if isinstance(number, int | float) and not is_unknown_loss and not abs(number) <= most:
                 raise ConfigError(f"{each.name} {str(number)[:20]} is beyond {most:g}: give the file of a real run")
     return line
@@ -106,7 +108,8 @@ def metrics_schema() -> dict[str, Any]:
     """Return the JSON Schema of one line: an iteration, an evaluation or an event."""
     kinds: Any = Union[(IterationMetrics, *EVENTS.values())]
     schema = TypeAdapter[Any](kinds, config=ConfigDict(use_attribute_docstrings=True)).json_schema()
-    schema["$defs"]["IterationMetrics"]["properties"]["lm_loss"] = _loss("Training loss")
+    iteration, further = schema["$defs"]["IterationMetrics"]["properties"], "Losses of further predictions"
+    iteration |= {"lm_loss": _loss("Training loss"), "mtp_losses": _losses(further)}
     for name, kind in EVENTS.items():
         event = schema["$defs"][kind.__name__]
         event["properties"] = {"event": {"const": name}, **event["properties"]}
@@ -114,7 +117,8 @@ def metrics_schema() -> dict[str, Any]:
     for part in PARTS:
         name = f"{part}_lm_loss"
         done = {"type": "integer", "description": "Iterations done."}
-        evaluation = {"type": "object", "properties": {"iteration": done, name: _loss("Mean loss")}}
+        means = {name: _loss("Mean loss"), "mtp_losses": _losses(further)}
+        evaluation = {"type": "object", "properties": {"iteration": done, **means}}
         schema["anyOf"].append({**evaluation, "required": ["iteration", name], "additionalProperties": False})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Line of a metrics file", **schema}
 
@@ -122,6 +126,10 @@ def metrics_schema() -> dict[str, Any]:
 def _loss(name: str) -> dict[str, Any]:
     """The schema of a loss. JSON has no NaN."""
     return {"anyOf": [{"type": "number"}, {"type": "null"}], "description": f"{name}; null if it is not finite."}
+
+
+def _losses(name: str) -> dict[str, Any]:
+    return {"type": "array", "items": _loss(name)}
 
 
 METRICS_FILE = "metrics.jsonl"

@@ -32,10 +32,17 @@ from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, LayersError, NumbersError
 from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, pipeline_partition
 from megatron_terapipe.model.logits import Logits
+from megatron_terapipe.model.prediction import Predictions, prediction_losses
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.training.end_of_run import LostRank, keep_traceback, remedy
 from megatron_terapipe.training.first_rank import rendezvous_error
-from megatron_terapipe.training.micro_batches import documents_reader, loss_tokens, split_batch, split_batch_with_labels
+from megatron_terapipe.training.micro_batches import (
+    documents_reader,
+    loss_tokens,
+    split_batch,
+    split_batch_with_labels,
+    split_for_predictions,
+)
 from megatron_terapipe.training.number_guards import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.own_layers import (
@@ -243,20 +250,28 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
 
     # DeepSpeed prints its topology and every layer.
     vocabulary_stages = config.parallel.vocabulary_stages
+    further = config.model.mtp_num_layers if trained.is_gpt else 0
+    loss_fn: Any = prediction_losses if further else gpt_loss
+    if trained.loss or not trained.is_gpt:
+        loss_fn = CheckedLoss(trained.loss or gpt_loss, trained.program)
+    output_fn = None if vocabulary_stages or not trained.is_gpt else Logits.compute
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         with device:
             module = TokenSlicePipelineModule(
                 layers,
                 layout=layout,
                 token_slices=config.token_slices(),
-                loss_fn=CheckedLoss(trained.loss or gpt_loss, trained.program)
-                if trained.loss or not trained.is_gpt
-                else gpt_loss,
-                output_fn=None if vocabulary_stages or not trained.is_gpt else Logits.compute,
+                loss_fn=loss_fn,
+                num_losses=1 + further if further else None,
+                output_fn=Predictions.compute if further else output_fn,
                 partition=partition,
                 num_model_chunks=config.parallel.pipeline().num_model_chunks,
                 placement=config.parallel.pipeline().placement,
-                split_batch=split_batch_with_labels if vocabulary_stages else split_batch,
+                split_batch=split_for_predictions(config.model)
+                if further
+                else split_batch_with_labels
+                if vocabulary_stages
+                else split_batch,
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data, numbered=config.model.balances_documents),
                 cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),
@@ -334,7 +349,7 @@ def _partition(run: Run, layers: Sequence[Any]) -> StagePartition | str:
     if parallel.stage_partition == "parameters":
         return "parameters"
     blocks = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
-    return pipeline_partition(blocks, parallel.vocabulary_parts)
+    return pipeline_partition(blocks, parallel.vocabulary_parts, run.config.model.mtp_num_layers)
 
 
 def _timeout(run: Run) -> timedelta:

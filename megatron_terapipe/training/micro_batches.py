@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch
-from megatron_terapipe.config import DataConfig
+from megatron_terapipe.config import DataConfig, ModelConfig
 from megatron_terapipe.data.datasets import SampleDataset
 from megatron_terapipe.data.loader import MicroBatch, MicroBatchLoader
 from megatron_terapipe.errors import DataError
@@ -45,8 +47,48 @@ def split_batch(batch: MicroBatch, token_slices: TokenSlices) -> list[TokenSlice
 
 def split_batch_with_labels(batch: MicroBatch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
     """Split a batch as `split_batch` does, with labels as an entry of the data, too: vocabulary stages read them."""
-    parts = split_batch(batch, token_slices)
-    return [replace(part, inputs={"tokens": part.inputs, "labels": part.labels[0]}) for part in parts]
+    return list(map(_with_labels, split_batch(batch, token_slices)))
+
+
+def _with_labels(part: TokenSliceBatch) -> TokenSliceBatch:
+    return replace(part, inputs={"tokens": part.inputs, "labels": part.labels[0]})
+
+
+def split_for_predictions(model: ModelConfig) -> Callable[[MicroBatch, TokenSlices], list[TokenSliceBatch]]:
+    """Return the function that splits a batch with what each depth predicts, an entry of the data, too.
+
+    Its loss is the sum of weighed losses, in which every depth has its mean over the micro-batch.
+    """
+    factor = model.mtp_loss_factor
+
+    def split(batch: MicroBatch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
+        labels, mask = further_labels(batch, model.mtp_num_layers)
+        weights = (mask / mask.sum((0, 1), dtype=torch.float64).clamp(min=1)).to(mask.dtype)
+        weights[..., 1:] *= factor
+        return [
+            _with_labels(TokenSliceBatch(batch.tokens[:, start:end], (labels[:, start:end], weights[:, start:end]), 1))
+            for start, end in token_slices.bounds()
+        ]
+
+    return split
+
+
+def further_labels(batch: MicroBatch, num_depths: int) -> tuple[Tensor, Tensor]:
+    """Return the token that each depth predicts, and 1 where the prediction counts: each [B, L, 1 + depths].
+
+    Depth k predicts of token t the token that depth 0 predicts of t + k. It counts if that counts and both are in one
+    document, as in Megatron. Tokens beyond the row are unknown; there 0 is read, which no earlier token attends to.
+    """
+    begins = torch.zeros_like(batch.tokens)
+    for row, starts in enumerate(batch.document_starts):
+        begins[row, list(starts)] = 1
+    document = begins.cumsum(1)
+    labels, masks = [batch.labels], [batch.loss_mask]
+    for depth in range(1, num_depths + 1):
+        together = document[:, depth:] == document[:, :-depth]
+        labels.append(F.pad(batch.labels[:, depth:], (0, depth)))
+        masks.append(F.pad(batch.loss_mask[:, depth:] * together, (0, depth)))
+    return torch.stack(labels, -1), torch.stack(masks, -1)
 
 
 def loss_tokens(batch: MicroBatch) -> float:

@@ -84,6 +84,8 @@ class IterationMetrics(Record):
     """The same as `tflops_per_device`, but only scores that causal attention computes are counted."""
     mfu_causal: float | None
     """This as a share of the device's peak; None where that is unknown."""
+    mtp_losses: tuple[float, ...] = ()
+    """Losses of the layers that predict further tokens, without their factor; empty without such layers."""
     params_norm: float | None = None
     """None without `--log-params-norm`."""
     decoupled_learning_rate: float | None = None
@@ -106,7 +108,7 @@ class IterationMetrics(Record):
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of the metrics file; JSON has no NaN, so a loss that is not finite is null."""
-        return Record.as_json(self) | {"lm_loss": _or_none(self.lm_loss)}
+        return Record.as_json(self) | {"lm_loss": _or_none(self.lm_loss), **_further(self.mtp_losses)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,7 @@ class EvaluationMetrics(Record):
     consumed_samples: int
     part: Literal["validation", "test"]
     lm_loss: float
+    mtp_losses: tuple[float, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -125,7 +128,17 @@ class EvaluationMetrics(Record):
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of the metrics file, without the samples of training."""
-        return {"iteration": self.iteration, f"{self.part}_lm_loss": _or_none(self.lm_loss)}
+        losses = {f"{self.part}_lm_loss": _or_none(self.lm_loss)}
+        return {"iteration": self.iteration, **losses} | (_further(self.mtp_losses) if self.mtp_losses else {})
+
+
+def mtp_name(depth: int) -> str:
+    """Return the name of the loss of a layer that predicts further tokens, counted from 1; it is Megatron's."""
+    return f"mtp_{depth} loss"
+
+
+def _further(losses: Iterable[float]) -> dict[str, Any]:
+    return {"mtp_losses": list(map(_or_none, losses))}
 
 
 def _or_none(loss: float) -> float | None:

@@ -42,6 +42,7 @@ from megatron_terapipe.training.records import (
     Note,
     Progress,
     RunStart,
+    mtp_name,
 )
 from megatron_terapipe.training.run import Run
 
@@ -150,6 +151,10 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int, loads:
     parts.append(f"global batch size: {last.global_batch_size:5d}")
     if losses:
         parts.append(f"lm loss: {fmean(losses):.6E}")
+        further = zip(
+            *(each.mtp_losses for each in metrics if not each.skipped and isfinite(each.lm_loss)), strict=True
+        )
+        parts += [f"{mtp_name(depth)}: {fmean(of_depth):.6E}" for depth, of_depth in enumerate(further, 1)]
     if loads is not None:
         parts += [f"{name}: {loss:.6E}" for name, loss in loads.losses.items()]
         parts.append(f"max/mean expert load: {loads.busiest:.2f}")
@@ -200,9 +205,10 @@ def _tenths(number: float) -> str:
 def evaluation_line(metrics: EvaluationMetrics) -> str:
     """Return the line of an evaluation."""
     where = " on test set" if metrics.part == "test" else ""
+    further = (f" {mtp_name(depth)}: {loss:.6E} |" for depth, loss in enumerate(metrics.mtp_losses, 1))
     return (
         f" validation loss at iteration {metrics.iteration}{where} | lm loss value: {metrics.lm_loss:.6E} |"
-        f" lm loss PPL: {metrics.perplexity:.6E} |"
+        f" lm loss PPL: {metrics.perplexity:.6E} |{''.join(further)}"
     )
 
 
@@ -230,6 +236,7 @@ def points_of(line: Line, logging: LoggingConfig, world_size: int) -> dict[str, 
     if not isinstance(line, IterationMetrics) or line.iteration % logging.tensorboard_log_interval:
         return {}
     points: dict[str, float | None] = {"lm loss": line.lm_loss, "grad-norm": line.grad_norm}
+    points |= {mtp_name(depth): loss for depth, loss in enumerate(line.mtp_losses, 1)}
     points |= {"params-norm": line.params_norm, "num-zeros": line.num_zeros_in_grad}
     if not logging.no_log_learning_rate_to_tensorboard:
         points |= {"learning-rate": line.learning_rate, "decoupled-learning-rate": line.decoupled_learning_rate}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor
 
 from deepspeed_ext.plan.draw import Panel, render_chrome_trace, render_html, render_svg
 from deepspeed_ext.plan.measured import Comparison, StepRecord
@@ -22,7 +23,6 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.gradients.gradient_norm import ZeroGradients
 from megatron_terapipe.config import LoggingConfig, ModelConfig
 from megatron_terapipe.config.flops import iteration_flops
-from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.config.parallel import BY_DOCUMENTS
 from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
@@ -72,8 +72,10 @@ class TrainingStep:
         batch_size = self._set_batch_size(progress)
         batches.begin()
         with self._instruments.around(progress.iteration + 1):
-            loss, seconds = self._train(progress.iteration + 1, batches)
-        self._bad_numbers.check(progress.iteration + 1, loss, batches)
+            losses, seconds = self._train(progress.iteration + 1, batches)
+        # NaN of a further prediction is a bad number, too.
+        self._bad_numbers.check(progress.iteration + 1, float(losses.sum()), batches)
+        loss, *mtp_losses = losses_of_depths(losses, self._run.config.model)
         skipped = not self._engine.was_step_applied()
         # The norm of a skipped step is NaN or that of the previous step.
         grad_norm = None if skipped else float(self._engine.get_global_grad_norm())
@@ -100,6 +102,7 @@ class TrainingStep:
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
                 lm_loss=loss,
+                mtp_losses=tuple(mtp_losses),
                 grad_norm=grad_norm,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=None if self._run.config.optimizer.decoupled_lr is None else rate_of_ends,
@@ -141,18 +144,18 @@ class TrainingStep:
             self._engine.set_train_batch_size(batch_size)
         return batch_size
 
-    def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[float, float]:
+    def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[Tensor, float]:
         start = time.perf_counter()
         if self._logging.timeline is None or not any(iteration in run for run in self._measured):
-            loss = self._engine.train_batch(batches).item()
-            return loss, time.perf_counter() - start
+            losses = self._engine.train_batch(batches).cpu()
+            return losses, time.perf_counter() - start
         with self._engine.timeline() as timelines:
-            loss = self._engine.train_batch(batches).item()
+            losses = self._engine.train_batch(batches).cpu()
         seconds = time.perf_counter() - start
         if self._run.launch.rank == 0:
             with self._report.writing(f"--timeline {self._logging.timeline}"):
                 self._write_timeline(timelines[0], iteration, Path(self._logging.timeline))
-        return loss, seconds
+        return losses, seconds
 
     def _write_timeline(self, timeline: Timeline, iteration: int, directory: Path) -> None:
         """Write a measured iteration; draw only the last one, because drawing takes longer."""
@@ -173,6 +176,12 @@ class TrainingStep:
         if settles:
             self._report.note(memory_line(MEMORY_SETTLES_AFTER, by_stage))
         return by_stage
+
+
+def losses_of_depths(losses: Tensor, model: ModelConfig) -> list[float]:
+    """Return the loss of the next token, and of each further one without its factor, from what the engine returns."""
+    loss, *further = losses.flatten().tolist()
+    return [loss, *(each / model.mtp_loss_factor for each in further)]
 
 
 def parameter_norm(engine: TokenSlicePipelineEngine) -> float:
@@ -316,7 +325,7 @@ class ExpertWatch:
 
     def __init__(self, model: ModelConfig, engine: TokenSlicePipelineEngine, report: Reporters) -> None:
         self._model, self._engine, self._report = model, engine, report
-        self._layers = tuple(number for number, block in enumerate(model.blocks) if block.num_experts)
+        self._layers = [index for index, block in model.blocks_by_index.items() if block.num_experts]
         self._recent: list[ExpertLoads] = []
         self._starved: set[tuple[int, int]] = set()
         self._next_check = 0
@@ -324,14 +333,14 @@ class ExpertWatch:
     def read(self, iteration: int) -> None:
         """Report the loads since the previous call; a collective operation of all ranks, and the host waits."""
         steps, counts, values = self._engine.take_tally()
-        of_layers = [LAYERS_BEFORE_BLOCKS + number for number in self._layers]
-        shares = counts[of_layers] / counts[of_layers].double().mean(1, keepdim=True)
+        blocks = self._model.blocks_by_index.values()  # Layers that predict further tokens have the numbers after.
+        shares = counts[self._layers] / counts[self._layers].double().mean(1, keepdim=True)
         loads = ExpertLoads(
             iteration=iteration,
             iterations=steps,
-            layers=self._layers,
+            layers=tuple(number for number, block in enumerate(blocks) if block.num_experts),
             loads=tuple(tuple(round(load, 4) for load in of_layer) for of_layer in shares.tolist()),
-            losses=dict(zip(self._model.router_losses, values[of_layers].mean(0).tolist(), strict=True)),
+            losses=dict(zip(self._model.router_losses, values[self._layers].mean(0).tolist(), strict=True)),
         )
         self._report(loads)
         self._recent = [*self._recent[-STARVED_FOR:], loads]

@@ -24,6 +24,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.rank_watch import CTRL_C
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning
+from megatron_terapipe.checkpoint.saved_weights import left_out
 from megatron_terapipe.config import Config, ModelConfig
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.training import TrainingConfig
@@ -42,7 +43,7 @@ from megatron_terapipe.training.own_layers import layers_in_words
 from megatron_terapipe.training.records import EvaluationMetrics, Progress, RunEnd, Saved
 from megatron_terapipe.training.reporters import Reporters, build_reporters
 from megatron_terapipe.training.run import Run
-from megatron_terapipe.training.step import TrainingStep, number_of_parameters
+from megatron_terapipe.training.step import TrainingStep, losses_of_depths, number_of_parameters
 
 
 class ExitReason(Enum):
@@ -113,14 +114,16 @@ def evaluate(
     losses, weights = [], []
     with micro_batches(run, engine, dataset, 0, rows) as batches:
         for _ in range(run.config.logging.eval_iters):
-            loss = engine.eval_batch(batches, num_micro_batches=num_micro_batches, micro_batch_size=rows)
-            losses.append(loss.item())
+            found = engine.eval_batch(batches, num_micro_batches=num_micro_batches, micro_batch_size=rows)
+            losses.append(losses_of_depths(found, run.config.model))
             weights.append(engine.num_loss_tokens() if per_token else 1.0)
+    loss, *further = (sum(map(mul, each, weights)) / max(sum(weights), 1.0) for each in zip(*losses, strict=True))
     metrics = EvaluationMetrics(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
         part=part,
-        lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
+        lm_loss=loss,
+        mtp_losses=tuple(further),
     )
     report(metrics)
     name = f"{part} at iteration {progress.iteration}"
@@ -271,6 +274,8 @@ class Trainer:
             if self._run.checkpoint is not None:
                 directory, info = self._run.checkpoint
                 self._report.note(f" loaded checkpoint {directory} of iteration {info.iteration}")
+                if (unread := left_out(directory, info)) is not None:
+                    self._report.note(f" {unread}")
             if training.skip_train:
                 self._evaluate(self._run.start)
                 self._evaluate(self._run.start, "test")

@@ -45,17 +45,18 @@ def test_every_field_is_a_flag_and_takes_the_default_of_its_field() -> None:
 
 def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
     line = refusal(
-        "--embed-layernorm --num-layer 4 --seed 1 --mtp_num_layers=8 --embed-layernorm --qqqqq --xyzzy 1 --mup"
+        "--embed-layernorm --num-layer 4 --seed 1 --mtp_standalone --mtp-num-layers=8 --embed-layernorm --qqqqq"
+        " --xyzzy 1 --mup"
     )
     reasons = line.split("; ")
     assert [reason.partition(":")[0] for reason in reasons] == [
-        *("--embed-layernorm", "--num-layer is not a flag", "--mtp-num-layers 8"),
+        *("--embed-layernorm", "--num-layer is not a flag", "--mtp-standalone"),
         *("--qqqqq is not a flag, --xyzzy is not a flag", "--mup"),
     ]
     assert "--num-layers?" in reasons[1] and MODEL_CANNOT_BE_TRAINED in reasons[2] and "--help all" in reasons[3]
     # Flags with one reason share it.
-    reasons = refusal("--sft --mtp-first-thing 8 --mtp-second-thing").split("; ")
-    assert [reason.partition(":")[0] for reason in reasons] == ["--sft", "--mtp-first-thing, --mtp-second-thing"]
+    reasons = refusal("--sft --mhc-first-thing 8 --mhc-second-thing").split("; ")
+    assert [reason.partition(":")[0] for reason in reasons] == ["--sft", "--mhc-first-thing, --mhc-second-thing"]
     with pytest.raises(ConfigError, match=r"^--micro-batch-size, --lr must be given: add them$"):
         parse_arguments("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8".split())
 

@@ -131,16 +131,18 @@ def test_neutral_values_change_nothing() -> None:
 
 def test_idle_flags_that_have_an_effect_with_another_one_are_then_refused() -> None:
     with_effect = {name: each for name, each in FOREIGN.having("idle").items() if each.text}
-    assert {each.without for each in with_effect.values()} == {"--num-experts"}
+    values = {"--num-experts": (1, 8), "--mtp-num-layers": (0, 1)}
+    assert {each.without for each in with_effect.values()} == values.keys()
     for name, each in with_effect.items():
         value = " 2" if each.takes else ""
-        assert refusal(f"--num-experts 8 {name}{value}") == f"{name}{value}: {each.text}"
+        without, beside = (f"{each.without} {number}" for number in values[each.without])
+        assert refusal(f"{beside} {name}{value}") == f"{name}{value}: {each.text}"
         assert each.text.endswith((MODEL, TRAINING)) or re.search(r": use [^:]*$", each.text)
         assert set(re.findall(r"--[a-z0-9-]+", each.text)) <= OWN
-        assert parse(f"--num-experts 1 {name}{value}") == parse()
+        assert parse(f"{without} {name}{value}") == parse()
         for harmless in each.values:
-            words = (REQUIRED + f"--num-experts 8 {name} {harmless}").split()
-            assert read_arguments(words).config == parse("--num-experts 8")
+            words = (REQUIRED + f"{beside} {name} {harmless}").split()
+            assert read_arguments(words).config == parse(beside)
             assert not [line for line in read_arguments(words).notices if name in line]
 
 

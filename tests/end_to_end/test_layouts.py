@@ -11,7 +11,7 @@ from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
 
 LLAMA = (
     "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear"
-    " --untie-embeddings-and-output-weights --num-key-value-heads 2"
+    " --untie-embeddings-and-output-weights --num-key-value-heads 2 --mtp-num-layers 1"
 ).split()
 PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss --hidden-dropout 0.1".split()
 ON_TENSOR_RANKS = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel".split()
@@ -47,11 +47,14 @@ def test_the_other_layouts_continue_with_the_losses_of_the_first(moved: Path) ->
     for name, first in (("after.jsonl", 2), ("at_last.jsonl", 3)):
         after, evaluated_after = read_metrics(moved / name)
         assert [each["iteration"] for each in after] == list(range(first, 4))
-        for key in ("lm_loss", "grad_norm"):
+        for run in (before, after, evaluated_before, evaluated_after):
+            for each in run:
+                (each["mtp_loss"],) = each.pop("mtp_losses", [each.get("mtp_loss")])
+        for key in ("lm_loss", "mtp_loss", "grad_norm"):
             expected = [each[key] for each in before[first - 1 :]]
             assert [each[key] for each in after] == pytest.approx(expected, rel=1e-5)
-        losses = [evaluated[-1]["validation_lm_loss"] for evaluated in (evaluated_before, evaluated_after)]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        for key in ("validation_lm_loss", "mtp_loss"):
+            assert evaluated_after[-1][key] == pytest.approx(evaluated_before[-1][key], rel=1e-5)
 
 
 def test_the_log_names_the_loaded_checkpoint(moved: Path) -> None:

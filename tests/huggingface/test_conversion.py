@@ -1,6 +1,7 @@
 """Models of transformers, of every family, here and back, and ours there and back: logits, and tensors bit for bit."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,22 +9,27 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.checkpoint.conversion import check_class, check_export, export_checkpoint, import_model
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.layers import prediction_layers
 from megatron_terapipe.convert import main
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.family import Family
-from megatron_terapipe.huggingface.families.registry import FAMILIES
+from megatron_terapipe.huggingface.families.registry import FAMILIES, read_model
 from megatron_terapipe.huggingface.families.settings import SettingsFile
 from megatron_terapipe.huggingface.folder_weights import meta_layer, rules_of
 from megatron_terapipe.huggingface.mxfp4 import dequantized
 from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.gpt import layers_with_weights
+from megatron_terapipe.model.prediction import further_words
 from tests.huggingface.models import COMMON, GEMMA2, MODELS, logits, save, whole_model
 
 transformers = pytest.importorskip("transformers")
+MtpModel = pytest.importorskip("transformers.modeling_layers").MtpModel
 safetensors_torch = pytest.importorskip("safetensors.torch")
 load_file, save_file = safetensors_torch.load_file, safetensors_torch.save_file
 from tests.huggingface.tiny import TINY, VOCAB, tiny_config, tiny_model  # noqa: E402
@@ -56,15 +62,57 @@ def test_there_and_back(tmp_path: Path, tokens: torch.Tensor, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor"), [("glm4_moe", "model.layers.3.eh_proj.weight"), ("qwen3_next", "mtp.layers.0.mlp.gate.weight")]
+    ("name", "begin", "settings"),
+    [
+        ("deepseek_v3", "model.layers.3.", {}),
+        ("glm4_moe", "model.layers.3.", {}),
+        ("qwen3_next-experts", "mtp.", {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}),
+    ],
 )
-def test_layers_of_further_predictions_are_not_read(tmp_path: Path, name: str, tensor: str) -> None:
-    tiny_model(name).save_pretrained(tmp_path / "theirs")
+def test_a_layer_that_predicts_a_further_token_is_read_where_asked_for(
+    tmp_path: Path, tokens: torch.Tensor, name: str, begin: str, settings: dict[str, Any]
+) -> None:
+    tiny_model(name, **settings).save_pretrained(tmp_path / "theirs")
+    family, model = read_model(tmp_path / "theirs", "--load")
+    model = replace(model, mtp_num_layers=1)
+    (index,) = prediction_layers(model.num_layers, 1)
+    layer = whole_model(model).layers[str(index)]
+    further = split_layer(rules_of(model, family, index), layer.state_dict())
     path = tmp_path / "theirs" / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {tensor: torch.ones(3)}, path, {"format": "pt"})
-    export_checkpoint(import_model(tmp_path / "theirs", tmp_path / "ours")[0], tmp_path / "back")
-    assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
+    usual = load_file(path)
+    if begin != "mtp.":
+        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        further |= {f"{begin}{each}.weight": usual[f"{theirs}.weight"].clone() for each, theirs in copies.items()}
+    assert all(each.startswith(begin) for each in further)
+    save_file(usual | {each: tensor.contiguous() for each, tensor in further.items()}, path, {"format": "pt"})
+
+    main = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "theirs", dtype=torch.float32, attn_implementation="eager"
+    )
+    # Its pattern has the number of the published model's layer.
+    main._keys_to_ignore_on_load_unexpected, main.config.num_mtp_layers = [f"^{re.escape(begin)}"], 1
+    main.config.mtp_layer_types = ["full_attention"]
+    theirs = MtpModel.from_pretrained(main).eval()
+    directory, remarks = import_model(tmp_path / "theirs", tmp_path / "ours", mtp_num_layers=1)
+    assert not remarks
+    ours, state = WholeModel(model).load(directory), SequenceState(TokenSlices((31,)))
+    with torch.no_grad():
+        hidden, read, after = main.model(tokens).last_hidden_state[:, :-1], tokens[:, :-1], tokens[:, 1:]
+        positions = torch.arange(1, 32).expand(2, -1)
+        expected = theirs.shared_head(theirs.forward_layer(0, hidden, positions, None, input_ids=after))
+        known = further_words(ours.layers["0"], ours.output(read, state), torch.stack((after, after), -1))
+        found = ours.layers[str(index)](known, state.past(index, 0)).logits[-1].compute()[..., :VOCAB]
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+    export_checkpoint(directory, tmp_path / "back")
+    _check_tensors(tmp_path / "theirs", tmp_path / "back")
+    directory, (remark,) = import_model(tmp_path / "theirs", tmp_path / "without")
+    assert f"has 1 layer that predict further tokens ({begin}*)" in remark
+    export_checkpoint(directory, tmp_path / "plain")
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == usual.keys()
+    with pytest.raises(CheckpointError, match=r"^--mtp-num-layers 1 reads .*does not have: give the number"):
+        import_model(tmp_path / "plain", tmp_path / "again", mtp_num_layers=1)
 
 
 _YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}

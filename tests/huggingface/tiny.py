@@ -238,17 +238,17 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """The `model_type` of each, and its settings other than the common ones."""
 
 
-def tiny_config(name: str) -> Any:
-    """The settings of a model."""
+def tiny_config(name: str, **changes: Any) -> Any:
+    """The settings of a model, with others in their place."""
     kind, settings = TINY[name]
     common = _LEARNED if kind in ("gpt2", "gpt_bigcode", "gptj") else _COMMON
-    return transformers.CONFIG_MAPPING[kind](**common | settings, attn_implementation="eager")
+    return transformers.CONFIG_MAPPING[kind](**common | settings | changes, attn_implementation="eager")
 
 
-def tiny_model(name: str) -> Any:
+def tiny_model(name: str, **changes: Any) -> Any:
     """A model of transformers, in fp32 and without dropout, of which no bias and no norm is as it starts."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **changes)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):

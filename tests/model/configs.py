@@ -195,7 +195,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
     layer = st.fixed_dictionaries({"attention": attention, "mlp": mlp})
     layers = st.lists(layer, min_size=num_layers, max_size=num_layers).map(lambda entries: uneven_layers(*entries))
     seq_length = draw(st.integers(1, 40))
-    parallel = draw(st.booleans())
+    parallel, positions = draw(st.booleans()), draw(st.sampled_from(["learned_absolute", "rope", "none"]))
     normalization = draw(st.sampled_from(["layernorm", "layernorm-no-bias", "layernorm-no-weights", "rmsnorm"]))
     untied = draw(st.booleans())
     return ModelConfig(
@@ -207,7 +207,8 @@ def models(draw: st.DrawFn) -> ModelConfig:
         ffn_hidden_size=draw(st.none() | st.integers(1, 60)),
         seq_length=seq_length,
         max_position_embeddings=draw(st.none() | st.integers(seq_length, 60)),
-        position_embedding_type=draw(st.sampled_from(["learned_absolute", "rope", "none"])),
+        position_embedding_type=positions,
+        mtp_num_layers=0 if positions == "learned_absolute" else draw(st.integers(0, min(2, seq_length - 1))),
         normalization=normalization,
         qk_norm=draw(st.sampled_from(["none", "head", "head-rotated", *["all-heads"] * (normalization == "rmsnorm")])),
         norm_placement="pre" if parallel else draw(st.sampled_from(["pre", "post", "both"])),

@@ -11,11 +11,13 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, layers_with_weights, pipeline_partition
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.search.price.workload import gpt_workload
 from tests.model.configs import HYBRID, llama_config, logits_of, model_config, models
 
 ALONE = TensorParallelRanks()
@@ -47,8 +49,10 @@ def test_parameters_are_as_many_as_the_formulas_say(model: ModelConfig) -> None:
         counts = [sum(parameter.numel() for parameter in spec.build().parameters()) for spec in specs]
     # The last layer of a tied model is the first once more.
     assert sum(counts[layer] for layer in layers_with_weights(model)) == flops.model_parameters(model)
-    assert counts[2:-2] == [flops.block_parameters(model, block) for block in model.blocks]
-    assert counts[-2] == flops.norm_parameters(model)
+    assert gpt_workload(model).parameters == flops.model_parameters(model)
+    norm = LAYERS_BEFORE_BLOCKS + model.num_layers
+    assert counts[2:norm] == [flops.block_parameters(model, block) for block in model.blocks]
+    assert counts[norm] == flops.norm_parameters(model)
     assert counts[0] + counts[1] == flops.embedding_parameters(model)
 
 

@@ -12,8 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.data.loader import MicroBatch
+from megatron_terapipe.model.gpt import vocabulary_parts
 from megatron_terapipe.planning import with_dispatcher, with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.run import Run
@@ -186,7 +186,7 @@ def gradients(setup: Setup) -> Step:
         engine.module.double()
     before = _weights(engine)
     data_rank = run.layout.coordinate(run.launch.rank).data
-    loss = engine.train_batch(iter(batches(setup, data_rank))).item()
+    loss = engine.train_batch(iter(batches(setup, data_rank))).sum().item()
     norm = float(engine.get_global_grad_norm())
     if kept_in_pieces:
         after = _weights(engine)
@@ -210,6 +210,6 @@ def _key(engine: Any, name: str, parameter: torch.nn.Parameter) -> Key:
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
     if getattr(parameter, "expert_parallel", False):
         rank = engine.module.expert_ranks.rank
-    # Stages may have a part each of the output layer.
-    layer = min(int(number), output_layer(NUM_LAYERS))
+    layer, parts = int(number), vocabulary_parts(engine.module._layer_specs)
+    layer = parts[0] if layer in parts else layer
     return f"layers.{layer}.{rest}", (int(number) - layer) * size + rank, cut

@@ -1,5 +1,6 @@
 """The micro-batches that ranks read, and the batches of their token slices."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -11,7 +12,7 @@ from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.model.gpt import gpt_loss
-from megatron_terapipe.training.micro_batches import micro_batches, split_batch
+from megatron_terapipe.training.micro_batches import further_labels, micro_batches, split_batch
 from megatron_terapipe.training.run import prepare
 from tests.model.configs import logits_of
 from tests.strategies import cuts
@@ -63,3 +64,13 @@ def test_parts_are_the_batch_with_weights_by_loss_tokens(token_slices: TokenSlic
         for part, start, end in zip(parts, ends, ends[1:], strict=False)
     )
     torch.testing.assert_close(total, gpt_loss(logits_of(logits), (batch.labels, mask)), rtol=1e-13, atol=1e-14)
+
+
+def test_a_further_prediction_counts_within_a_document_and_where_its_target_is_known() -> None:
+    batch = replace(batch_of(6, torch.tensor([[1.0, 1, 1, 1, 0, 1], [1] * 6])), document_starts=((0, 3), (0,)))
+    labels, counts = further_labels(batch, 2)
+    (first, second), samples = counts.unbind(), torch.cat((batch.tokens[:, :1], batch.labels), dim=1)
+    assert first.T.tolist() == [[1, 1, 1, 1, 0, 1], [1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
+    assert second.T.tolist() == [[1] * 6, [1] * 5 + [0], [1] * 4 + [0] * 2]
+    for depth in range(3):
+        assert torch.equal(labels[:, : 6 - depth, depth], samples[:, depth + 1 :])

@@ -9,7 +9,7 @@ import threading
 from dataclasses import replace
 from errno import ENOSPC
 from functools import partial
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.records import ExpertLoads, Line, Note, Progress, Saved
+from megatron_terapipe.run_report.metrics_file import line_of
+from megatron_terapipe.training.records import EvaluationMetrics, ExpertLoads, Line, Note, Progress, Saved
 from megatron_terapipe.training.reporters import (
     LogLines,
     ProgressBar,
@@ -73,6 +74,17 @@ def test_skipped_and_nan_iterations_are_counted_and_not_averaged() -> None:
     assert "| lm loss: 5.123457E+00 |" in line
     assert "grad norm" not in line
     assert "lm loss" not in iteration_line([SKIPPED], 100)
+
+
+def test_further_predictions_are_named_as_in_megatron() -> None:
+    further, after = replace(ITERATION, mtp_losses=(2.5, 3.5)), replace(ITERATION, mtp_losses=(1.5, 2.5))
+    line = iteration_line([further, after], 100)
+    assert "| lm loss: 5.123457E+00 | mtp_1 loss: 2.000000E+00 | mtp_2 loss: 3.000000E+00 | loss scale" in line
+    assert points_of(replace(after, iteration=1), LoggingConfig(tensorboard_log_interval=1), 1)["mtp_2 loss"] == 2.5
+    assert evaluation_line(replace(TEST, mtp_losses=(2.5,))).endswith("| mtp_1 loss: 2.500000E+00 |")
+    unknown = replace(EVALUATION, mtp_losses=(2.5, float("nan")))
+    read = line_of(json.dumps(unknown.as_json()))
+    assert isinstance(read, EvaluationMetrics) and read.mtp_losses[0] == 2.5 and isnan(read.mtp_losses[1])
 
 
 def test_evaluations() -> None:

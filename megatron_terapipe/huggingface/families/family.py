@@ -1,13 +1,38 @@
 """A family of models: the meaning of its `config.json`, and the names of its tensors."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import isclose
 from typing import Any
 
-from megatron_terapipe.config.model import OF_TRAINING, ModelConfig
+from megatron_terapipe.config.model import MOST_DEPTHS, OF_TRAINING, ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.settings import Setting, SettingsFile, refuse_experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FurtherNames:
+    """Names of the layers that predict further tokens, of which `begin` and `block` may have a place for the number."""
+
+    begin: str
+    """Begins the names of all their tensors."""
+    block: str
+    """Begins the names of their transformer layer."""
+    first: int
+    """Number of the first one."""
+    words_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Copies of `words` and of `output`, by name after `begin`; they are written, and need not be there."""
+
+    def depth_of(self, tensor: str) -> int | None:
+        """Return the number of layers before the one that a tensor belongs to; None if it belongs to none."""
+        found = re.match(re.escape(self.begin).replace(re.escape("{}"), r"(\d{1,9})"), tensor)
+        depth = -1 if found is None else int(found[1]) - self.first if found.lastindex else 0
+        return depth if depth >= 0 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +84,17 @@ class TensorNames:
     """Whether matrices are [in, out], and not [out, in]."""
     not_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Ends of the names of tensors that are not weights, such as masks."""
-    unread: str | None = None
-    """Beginning of the names of tensors that transformers does not read either."""
+    further: FurtherNames | None = None
+    """Layers that predict further tokens, which transformers reads apart from the model; None where there are none."""
 
-    def is_weight(self, tensor: str, *, tied: bool) -> bool:
-        """Whether a tensor of a file is a weight of its own, and not a mask or, in a tied model, a copy."""
-        if tensor.endswith(self.not_weights) or (self.unread is not None and tensor.startswith(self.unread)):
+    def is_weight(self, tensor: str, model: ModelConfig) -> bool:
+        """Whether a tensor of a file is a weight of a model, and not a mask or a copy."""
+        if tensor.endswith(self.not_weights):
             return False
-        return not (tied and tensor == f"{self.output}.weight")
+        if self.further is not None and (depth := self.further.depth_of(tensor)) is not None:
+            copied = tensor.endswith(tuple(f".{name}.weight" for name in self.further.copies))
+            return depth < model.mtp_num_layers and not copied
+        return model.untie_embeddings_and_output_weights or tensor != f"{self.output}.weight"
 
     def canonical(self, tensor: str) -> str:
         """Return the whole name of a tensor, which a file may store without the beginning of the prefix.
@@ -74,12 +102,12 @@ class TensorNames:
         A model that was saved without its output layer leaves that out.
         """
         base = self.prefix.partition(".")[0] + "."
-        if not self.prefix:
+        if not self.prefix or (self.further is not None and self.further.depth_of(tensor) is not None):
             return tensor
         return tensor if tensor.startswith((base, f"{self.output}.")) else base + tensor
 
 
-_WITHOUT_EFFECT = {*OF_TRAINING, "model_preset", "make_vocab_size_divisible_by", "vocab_rows"}
+_WITHOUT_EFFECT = {*OF_TRAINING, "model_preset", "make_vocab_size_divisible_by", "vocab_rows", "mtp_num_layers"}
 """Fields of the model section that change no output of a model after its training."""
 
 _BY_PROPERTY = {
@@ -157,6 +185,12 @@ class Family:
     def written(self, model: ModelConfig) -> ModelConfig:
         """Return a model as it is written: with an output layer of its own if the family ties none."""
         return model if self.ties else replace(model, untie_embeddings_and_output_weights=True)
+
+    def with_named_layers(self, model: ModelConfig) -> ModelConfig:
+        """Return a model without the layers that predict further tokens for which the family has no names."""
+        further = self.names(model).further
+        most = 0 if further is None else MOST_DEPTHS if "{}" in further.begin else 1
+        return replace(model, mtp_num_layers=min(model.mtp_num_layers, most))
 
     def names(self, model: ModelConfig) -> TensorNames:
         """Return the names of the tensors of a model."""

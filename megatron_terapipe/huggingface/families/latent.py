@@ -13,13 +13,14 @@ from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.layer_settings import rotations
 from megatron_terapipe.huggingface.families.llama import llama_like, swish
 from megatron_terapipe.huggingface.families.mixtures import (
+    FURTHER_LAYERS,
     layers_of_experts,
     layers_with_experts,
     mixture,
     scaled_weights,
     shared_experts,
     sigmoid_routing,
-    without_further_layers,
+    with_further_layers,
 )
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
@@ -93,8 +94,9 @@ def _experts(width: int) -> tuple[Setting, ...]:
     """Return the setting of the width of experts, with a default, and keys without effect."""
     return (
         same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, width),
-        # Of losses, kernels, and layers that predict further tokens, which transformers leaves out, too.
-        ignored("num_nextn_predict_layers", "num_mtp_layers", "pretraining_tp", "ep_size", "moe_layer_freq"),
+        *FURTHER_LAYERS,
+        # Of losses and kernels.
+        ignored("pretraining_tp", "ep_size", "moe_layer_freq"),
     )
 
 
@@ -126,7 +128,7 @@ def _like_v3(
         *sigmoid_routing(scale, groups),
         shared_experts(1),
         *settings,
-        tensors=without_further_layers,
+        tensors=with_further_layers,
         **{"aliases": {"n_routed_experts": "num_local_experts"}} | _USUAL | more,
     )
 
@@ -194,7 +196,7 @@ DEEPSEEK_V2 = mixture(
     shared_experts(2),
     layers_of_experts(0),
     aliases={"n_routed_experts": "num_experts"},
-    tensors=without_further_layers,
+    tensors=with_further_layers,
     defaults=(102400, 2048, 4096, 11008, 32, 32),
     **_USUAL,
 )

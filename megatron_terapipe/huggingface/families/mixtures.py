@@ -16,7 +16,7 @@ from typing import Any
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.recurrences import pattern_and_stages
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
-from megatron_terapipe.huggingface.families.family import Family, TensorNames
+from megatron_terapipe.huggingface.families.family import Family, FurtherNames, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
     delta_net_by_type,
     pattern_of,
@@ -258,10 +258,23 @@ def scaled_weights(default: float) -> Setting:
     return unless("routed_scaling_factor", "moe_router_topk_scaling_factor", NUMBER, 1.0, default)
 
 
-def without_further_layers(model: ModelConfig) -> TensorNames:
-    """Return the usual names. Layers after the last one predict further tokens; transformers leaves them out, too."""
-    return TensorNames(unread=f"model.layers.{model.num_layers}.")
+def with_further_layers(model: ModelConfig) -> TensorNames:
+    """Return the usual names, with those of DeepSeek-V3 for layers after the last one, which predict further tokens."""
+    layer = "model.layers.{}."
+    further = FurtherNames(
+        **{"begin": layer, "block": layer, "first": model.num_layers, "projection": "eh_proj"},
+        **{"words_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "shared_head.norm"},
+        copies={"embed_tokens": "words", "shared_head.head": "output"},
+    )
+    return TensorNames(further=further)
 
+
+FURTHER_LAYERS: tuple[Setting, ...] = (
+    written(num_nextn_predict_layers="mtp_num_layers"),
+    # Another name of the same in transformers.
+    ignored("num_mtp_layers"),
+)
+"""The number of layers that predict further tokens; a run reads as many as `--mtp-num-layers` asks for."""
 
 GLM4_MOE = mixture(
     "glm4_moe",
@@ -272,11 +285,11 @@ GLM4_MOE = mixture(
     shared_experts(1),
     layers_of_experts(1),
     word("use_qk_norm", "qk_norm", {False: "none", True: "head"}, False),
-    ignored("num_nextn_predict_layers", "num_mtp_layers"),
+    *FURTHER_LAYERS,
     rotation=rotations(part=0.5),
     bias=biases(qkv="attention_bias"),
     aliases={"n_routed_experts": "num_local_experts"},
-    tensors=without_further_layers,
+    tensors=with_further_layers,
     # Published files have it; the other defaults of transformers are no model without it.
     head_size=128,
     key_heads=8,
@@ -470,7 +483,10 @@ _QWEN: dict[str, Any] = {
     "tensors": TensorNames(
         shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
         shared_down="mlp.shared_expert.down_proj",
-        unread="mtp.",  # Predictions of the tokens after the next one, which transformers leaves out, too.
+        further=FurtherNames(
+            **{"begin": "mtp.", "block": "mtp.layers.{}.", "first": 0, "projection": "fc", "final_norm": "norm"},
+            **{"words_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"},
+        ),
     ),
 }
 _QWEN3_5 = {**_QWEN, "remarks": lambda model: ["read it with transformers 5.2 or newer"]}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHANGES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
-    *("seq_length", "sliding_window", "vocab_size"),
+    *("seq_length", "sliding_window", "vocab_size", "mtp_num_layers"),
 )
 """Fields of the model section that flags of the search may change."""
 

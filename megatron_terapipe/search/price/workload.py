@@ -3,7 +3,7 @@
 ModelConfig --gpt_workload--> Workload(layers, dealt first..end) ; Layer = products + attention + element-wise work
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -323,15 +323,21 @@ class Workload:
         return [range(*pair) for pair in pairwise(bounds)]
 
 
+PREDICTION = "prediction"
+"""Name of a layer that predicts a further token."""
+
 WORD_EMBEDDING = "word embedding"
 """The weight that a tied embedding and head share."""
 
 
 def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBALANCE) -> Workload:
-    """Return the layers of a GPT: embedding, transformer layers, last norm, head; `imbalance`: see `Experts`."""
+    """Return the layers of a GPT: embedding, transformer layers, last norm, head; `imbalance`: see `Experts`.
+
+    Those that predict further tokens, each with an embedding, come before the norm; the head has a product for each.
+    """
     words = model.padded_vocab_size() * model.hidden_size
     positions = flops.embedding_parameters(model) - words
-    tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDING
+    tied = not model.untie_embeddings_and_output_weights
     # Rows of one kind of block are the same object, so that costs computed for one serve all.
     blocks = {shape: _block(model, shape, imbalance) for shape in set(model.blocks)}
 
@@ -339,11 +345,18 @@ def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBAL
         values = {"tokens": model.seq_length, "hidden_size": model.hidden_size, "parameters": parameters, **more}
         return Layer(name=kind, kind=kind, **values)  # type: ignore[arg-type]
 
-    shared = {"shared_weight": tied, "shared_parameters": words if tied else 0}
+    shared: dict[str, object] = {"shared_weight": WORD_EMBEDDING, "shared_parameters": words}
+    further = (end("embedding", words, **shared), _prediction(model, blocks[model.blocks[-1]]))
     logits = Product(model.hidden_size, model.padded_vocab_size(), "column")
     layers = (
-        end("embedding", words + positions, unshared_parameters=positions, **shared),
+        end(
+            "embedding",
+            words + positions,
+            unshared_parameters=positions,
+            **(shared if model.embedding_is_tied else {}),
+        ),
         *(blocks[shape] for shape in model.blocks),
+        *further * model.mtp_num_layers,
         end(
             "norm",
             flops.norm_parameters(model),
@@ -351,7 +364,12 @@ def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBAL
             num_norms=1,
             normalization="rmsnorm" if model.normalization == "rmsnorm" else "layernorm",
         ),
-        end("head", words if tied else flops.output_parameters(model), products=(logits,), **shared),
+        end(
+            "head",
+            words if tied else flops.output_parameters(model),
+            products=(logits,) * (1 + model.mtp_num_layers),
+            **(shared if tied else {}),
+        ),
     )
     return Workload(
         name=name or model.model_preset or f"{model.num_layers}x{model.hidden_size}",
@@ -360,6 +378,24 @@ def gpt_workload(model: ModelConfig, name: str = "", *, imbalance: float = IMBAL
         first_dealt=1,
         end_dealt=1 + model.num_layers,
         config=model,
+    )
+
+
+def _prediction(model: ModelConfig, block: Layer) -> Layer:
+    """A layer that predicts a further token: a transformer layer, three norms and a product.
+
+    It also keeps the embedded word, both outputs of the norms before, which are joined, the input of the last norm, and
+    its output, from which the head computes logits.
+    """
+    more = flops.prediction_parameters(model)
+    return replace(
+        block,
+        name=PREDICTION,
+        parameters=block.parameters + more,
+        unshared_parameters=block.unshared_parameters + more,
+        products=(Product(2 * model.hidden_size, model.hidden_size), *block.products),
+        num_norms=block.num_norms + 3,
+        kept_states=block.kept_states + 5,
     )
 
 

@@ -5,7 +5,7 @@ on one process, whose attention is torch's. An error is the norm of a tensor's d
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,11 @@ from torch.nn import functional as F
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.state.counts import Counts
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.layers import prediction_layers
+from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.model.logits import Logits
 from tests.distributed import results_by_setup
 from tests.runtime.attention.masks import attention_keep_mask, keep_mask
 from tests.training.gpt_runs import SEQ, VOCAB, Setup, Step, batches, gradients
@@ -55,6 +59,7 @@ THERE_AND_BACK = (
     f" --pipeline-schedule {Path(__file__).parent / 'schedules' / 'there_and_back.csv'}"
 )
 PER_TOKEN = "--calculate-per-token-loss"
+MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
 VOCABULARY, LATENT = "--vocabulary-stages", "--latent-kept latent"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 CLAMPED = "--activation-func-clamp-value 0.3"
@@ -112,13 +117,13 @@ SETUPS = [
     Setup(4, f"{TP2} {EVEN} {SP} {ZERO}"),
     # What sets families of models apart.
     Setup(1, f"{UNEVEN} {SELECTIVE}", fp64=True, family="gemma"),
-    Setup(2, f"{PP2} {UNEVEN} {DROPOUT} {PACKED}", fp64=True, family="neox", micro_batches=3),
+    Setup(2, f"{PP2} {UNEVEN} {DROPOUT} {PACKED} {MTP}", fp64=True, family="neox", micro_batches=3),
     Setup(2, f"{TP2} {EVEN} {SP} {PACKED} {SELECTIVE}", fp64=True, family="qwen"),
     Setup(2, f"{TP2} {UNEVEN} {FULL}", fp64=True, family="olmo"),
     Setup(2, f"{TP2} {UNEVEN} {ZERO}", family="qwen"),
     Setup(2, f"{TP2} {UNEVEN} {DROPOUT} {SELECTIVE}", fp64=True, family="neox"),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {DROPOUT} {PACKED}", fp64=True, family="gemma", micro_batches=3),
-    Setup(4, f"{TP2} {PP2} {UNEVEN} {SELECTIVE}", fp64=True, family="granite"),
+    Setup(4, f"{TP2} {PP2} {UNEVEN} {SELECTIVE} {MTP}", fp64=True, family="granite"),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {SELECTIVE}", fp64=True, family="gptj"),
     # A window that hides keys from every kernel but that of dropout; token slices shorter and longer than it.
     Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {PACKED}", fp64=True, family="mistral", micro_batches=3),
@@ -137,7 +142,7 @@ SETUPS = [
     Setup(2, f"{PP2} {UNIFORM} {MODEL_CHUNKS} {SELECTIVE}", fp64=True, micro_batches=5),
     Setup(2, f"{PP2} --num-token-slices 1 {MODEL_CHUNKS} {FULL} {UNTIED} {ZERO}", micro_batches=4),
     Setup(2, f"{PP2} {UNEVEN} --num-model-chunks 2 {GPIPE} {GROUPED}", fp64=True),
-    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True, micro_batches=3),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE} {MTP}", fp64=True, micro_batches=3),
     Setup(2, f"{PP2} {UNIFORM} {ZERO_BUBBLE} {HETEROGENEOUS} {DROPOUT} {FULL}", fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {ZERO} {GROUPED}"),
     Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {BF16}"),
@@ -145,7 +150,8 @@ SETUPS = [
     Setup(2, f"{PP2} {THERE_AND_BACK} {UNTIED} {ZERO}"),
     Setup(
         2,
-        f"{PP2} {FOUND} --num-token-slices 5 --num-model-chunks 2 --model-chunk-placement v {LLAMA} {DROPOUT} {PACKED}",
+        f"{PP2} {FOUND} --num-token-slices 5 --num-model-chunks 2 --model-chunk-placement v {LLAMA} {DROPOUT} {PACKED}"
+        f" {MTP}",
         fp64=True,
         micro_batches=3,
     ),
@@ -158,14 +164,14 @@ SETUPS = [
     # Each micro-batch cut by its documents: whatever passes between stages has other lengths each time.
     Setup(1, f"{BY_DOCUMENTS} {LLAMA} {SELECTIVE}", fp64=True, micro_batches=3),
     Setup(2, f"{PP2} {BY_DOCUMENTS} {DROPOUT} {PER_TOKEN} {ZERO_BUBBLE}", fp64=True, micro_batches=5),
-    Setup(4, f"{TP2} {PP2} {BY_DOCUMENTS} {SP} {LLAMA} {DROPOUT} {MODEL_CHUNKS}", fp64=True, micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {BY_DOCUMENTS} {SP} {LLAMA} {DROPOUT} {MODEL_CHUNKS} {MTP}", fp64=True, micro_batches=3),
     Setup(4, f"{SEQ2} {PP2} {BY_DOCUMENTS} {OFFLOAD} {MODEL_CHUNKS}", fp64=True, micro_batches=3),
     # Recomputation of the first layers of each stage.
     Setup(1, f"{UNEVEN} {FULL} --recompute-method block --recompute-num-layers 2 {DROPOUT} {PACKED}", fp64=True),
     Setup(2, f"{PP2} {UNIFORM} {FULL} --recompute-method block {MODEL_CHUNKS} {PER_TOKEN}", fp64=True, micro_batches=3),
-    Setup(2, f"{PP2} {BALANCED} {FULL} --recompute-method block {ZERO_BUBBLE} {LLAMA}", fp64=True),
+    Setup(2, f"{PP2} {BALANCED} {FULL} --recompute-method block {ZERO_BUBBLE} {LLAMA} {MTP}", fp64=True),
     # Recomputation of whole stages.
-    Setup(1, f"{UNEVEN} {STAGE} {DROPOUT} {PACKED} {PER_TOKEN}", fp64=True, family="gemma"),
+    Setup(1, f"{UNEVEN} {STAGE} {DROPOUT} {PACKED} {PER_TOKEN} {MTP}", fp64=True, family="gemma"),
     Setup(2, f"{PP2} {UNIFORM} {STAGE} {ZERO_BUBBLE} {LLAMA} {ZERO}", micro_batches=3),
     Setup(2, f"{PP2} {UNEVEN} {OFFLOAD} {MODEL_CHUNKS} {UNTIED}", fp64=True, family="mistral", micro_batches=3),
     Setup(2, f"{TP2} {UNIFORM} {SP} {STAGE} {GPIPE} {BF16} {GROUPED}"),
@@ -194,13 +200,13 @@ SETUPS = [
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {VOCABULARY} {OFFLOAD}", fp64=True, family="gemma", micro_batches=3),
     Setup(4, f"{SEQ2} {PP2} {EVEN} {VOCABULARY} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True, micro_batches=3),
     # Keys and values from latents, beside experts; either of both is kept for later token slices.
-    Setup(1, f"{UNEVEN} {DROPOUT} {PACKED} {LATENT}", fp64=True, family="deepseek"),
-    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {SELECTIVE} {PACKED} {LATENT}", fp64=True, family="deepseek"),
-    Setup(2, f"{EP2} {TP2} {EVEN} {SP} {FULL}", fp64=True, family="deepseek"),
-    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {LATENT}", fp64=True, family="deepseek", micro_batches=3),
-    Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {OFFLOAD} {LATENT}", fp64=True, family="deepseek"),
-    Setup(4, f"{SEQ2} {PP2} {EVEN} {PACKED} {MODEL_CHUNKS} {ZERO}", family="deepseek"),
-    Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO} {LATENT}", family="deepseek"),
+    Setup(1, f"{UNEVEN} {DROPOUT} {PACKED} {LATENT} {MTP}", fp64=True, family="deepseek"),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {SELECTIVE} {PACKED} {LATENT} {MTP}", fp64=True, family="deepseek"),
+    Setup(2, f"{EP2} {TP2} {EVEN} {SP} {FULL} {MTP}", fp64=True, family="deepseek"),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {LATENT} {MTP}", fp64=True, family="deepseek", micro_batches=3),
+    Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {OFFLOAD} {LATENT} {MTP}", fp64=True, family="deepseek"),
+    Setup(4, f"{SEQ2} {PP2} {EVEN} {PACKED} {MODEL_CHUNKS} {ZERO} {MTP}", family="deepseek"),
+    Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO} {LATENT} {MTP}", family="deepseek"),
     # Sinks in attention, beside windows; gates with clamps and an offset, routers with biases. Rounding in bf16 would
     # move numbers over a clamp, where gradients jump.
     Setup(1, f"{UNEVEN} {DROPOUT} {PACKED} {CLAMPED}", fp64=True, family="gpt_oss"),
@@ -330,19 +336,52 @@ def _positions(starts: tuple[int, ...], length: int) -> Tensor:
     return torch.tensor([at - max(start for start in starts if start <= at) for at in range(length)])
 
 
+def mean_loss(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    each = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), labels.flatten(), reduction="none")
+    return (each * counts.flatten()).sum() / counts.sum().clamp(min=1)
+
+
+def further_predictions(
+    model: WholeModel, config: ModelConfig, output: Logits, batch: MicroBatch, past: WholePast
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each depth the logits, targets, and whether these count, of the tokens that have a target in the row."""
+    hidden, words, ids = output.hidden, model.layers["0"], torch.cat((batch.tokens, batch.labels[:, -1:]), dim=1)
+    documents = torch.stack([document_numbers(row) for row in batch.document_starts])
+    for depth in range(1, config.mtp_num_layers + 1):
+        index = prediction_layers(config.num_layers, config.mtp_num_layers)[depth - 1]
+        layer, place = model.layers[str(index)], past.past(index, 0)
+        # Beyond the row any token will do.
+        read = torch.cat((ids[:, depth : depth + SEQ], ids[:, : depth - 1]), dim=1)
+        embedded = words.weight[read] * config.embedding_multiplier
+        if config.hidden_dropout:
+            embedded = place.dropout(embedded, config.hidden_dropout, site=1, first_token=0, residual=None)
+        joined = torch.cat((layer.words_norm(embedded), layer.hidden_norm(hidden)), dim=-1)
+        hidden = layer.final_norm(layer.block(joined @ layer.projection.T, place))
+        logits = output.of(hidden).compute()[:, : SEQ - depth]
+        together = documents[:, depth:] == documents[:, : SEQ - depth]
+        yield logits, ids[:, depth + 1 :], batch.loss_mask[:, depth:] * together
+
+
+def document_numbers(starts: tuple[int, ...]) -> Tensor:
+    return torch.tensor([sum(start <= at for start in starts) for at in range(SEQ)])
+
+
 def expected_gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
-    model = WholeModel(parse_arguments(setup.argv()).model).double()
+    config = parse_arguments(setup.argv()).model
+    model = WholeModel(config).double()
     per_token = "--calculate-per-token-loss" in setup.flags
     losses, counted = [], []
     for rank in range(setup.data_parallel_size):
         for number, part in enumerate(batches(setup, rank)):
             first = (number * setup.data_parallel_size + rank) * len(part.tokens)
             past = WholePast(1234, (first, first + 1), part.document_starts)
-            logits = model(part.tokens, past)[..., :VOCAB]
-            each = F.cross_entropy(logits.flatten(0, 1), part.labels.flatten(), reduction="none")
+            output = model.output(part.tokens, past)
             counted.append(part.loss_mask.sum())
-            total = (each * part.loss_mask.flatten()).sum()
-            losses.append(total if per_token else total / counted[-1].clamp(min=1))
+            loss = mean_loss(output.compute(), part.labels, part.loss_mask)
+            for prediction in further_predictions(model, config, output, part, past):
+                factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
+                loss = loss + factor * mean_loss(*prediction)
+            losses.append(loss * counted[-1] if per_token else loss)
     loss = torch.stack(losses).sum() / sum(counted) if per_token else torch.stack(losses).mean()
     loss.backward()
     return loss.item(), {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
