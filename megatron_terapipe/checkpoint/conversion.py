@@ -64,7 +64,7 @@ def import_model(
 ) -> tuple[Path, list[str]]:
     """Write a model of Hugging Face as a checkpoint at iteration 0.
 
-    Returns its directory, and remarks on what it does not keep, a sentence each.
+    Returns its directory, and remarks on files and tensors that it does not keep, a sentence each.
 
     Args:
         mtp_num_layers: layers that predict further tokens to be read.

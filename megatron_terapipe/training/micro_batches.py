@@ -55,7 +55,7 @@ def _with_labels(part: TokenSliceBatch) -> TokenSliceBatch:
 
 
 def split_for_predictions(model: ModelConfig) -> Callable[[MicroBatch, TokenSlices], list[TokenSliceBatch]]:
-    """Return the function that splits a batch with what each depth predicts, an entry of the data, too.
+    """Return the function that splits a batch with the targets of each depth, which are an entry of the data, too.
 
     Its loss is the sum of weighed losses, in which every depth has its mean over the micro-batch.
     """

@@ -179,7 +179,7 @@ class TrainingStep:
 
 
 def losses_of_depths(losses: Tensor, model: ModelConfig) -> list[float]:
-    """Return the loss of the next token, and of each further one without its factor, from what the engine returns."""
+    """Return the loss of the next token, and of each further one without its factor, from losses of the engine."""
     loss, *further = losses.flatten().tolist()
     return [loss, *(each / model.mtp_loss_factor for each in further)]
 

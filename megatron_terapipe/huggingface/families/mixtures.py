@@ -259,7 +259,7 @@ def scaled_weights(default: float) -> Setting:
 
 
 def with_further_layers(model: ModelConfig) -> TensorNames:
-    """Return the usual names, with those of DeepSeek-V3 for layers after the last one, which predict further tokens."""
+    """Return the usual names, with DeepSeek-V3's for layers after the last one, which predict further tokens."""
     layer = "model.layers.{}."
     further = FurtherNames(
         **{"begin": layer, "block": layer, "first": model.num_layers, "projection": "eh_proj"},
