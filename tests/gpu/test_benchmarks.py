@@ -12,9 +12,10 @@ from benchmarks.gpu import STEPS
 from benchmarks.measuring import llama_steps
 from benchmarks.measuring.llama_steps import TINY, Measured, profiled
 from benchmarks.measuring.report import LOOPBACK, SHARINGS, Section, one_line
-from benchmarks.measuring.steps import LIMIT_S, Campaign, Step
+from benchmarks.measuring.steps import LIMIT_S, run_here
 from benchmarks.measuring.traces import Call, covered, read_trace
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
+from tests.distributed import fork_server
 
 NO_ROOM = """Traceback (most recent call last):
   File "somewhere.py", line 1, in run
@@ -137,22 +138,25 @@ def test_steps_that_do_not_fit_are_recomputed(monkeypatch: pytest.MonkeyPatch) -
         first_that_fits(monkeypatch, {"none": RuntimeError("an illegal memory access was encountered")})
 
 
-def test_steps_run_on_a_cpu_and_rows_of_several_are_one_table(tmp_path: Path) -> None:
-    campaign = Campaign("speed", tmp_path, cpu=True)
-    function = STEPS[0].function
-    for name, arguments in {
-        "sliced": {"model": TINY, "seq_length": 32, "token_slices": 2},
-        "plain": {"model": TINY, "seq_length": 32, "token_slices": 0},
-    }.items():
-        campaign.run(Step(name, function, 120, on_cpu=arguments))
-    assert not campaign.failed
-    found = json.loads((tmp_path / "speed.json").read_text())
-    tables = {each["title"]: each for each in found["sections"]}
-    steps = tables[f"Steps of {TINY}, one sequence a step, fp32"]
-    assert [row[:2] for row in steps["rows"]] == [["32, 2", "none"], ["32, plain torch", "none"]]
-    assert len(steps["notes"]) == 1
-    assert [row[0] for row in tables["The operators of one step"]["rows"]] == ["32, 2", "32, plain torch"]
-    assert len(tables["Longest operators of a step: 32, 2"]["rows"]) == 25
+def test_steps_run_on_a_cpu(tmp_path: Path) -> None:
+    processes = []
+    for token_slices in (2, 0):
+        arguments = {"model": TINY, "seq_length": 32, "token_slices": token_slices}
+        call = (tmp_path / f"{token_slices}.json", STEPS[0].function, arguments)
+        processes.append(fork_server.Process(target=run_here, args=call, kwargs={"cpu": True, "limit_s": 120.0}))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    of_sliced, of_plain = (json.loads((tmp_path / f"{each}.json").read_text())["sections"] for each in (2, 0))
+    for name, (steps, profile, longest) in {"32, 2": of_sliced, "32, plain torch": of_plain}.items():
+        assert steps["title"] == f"Steps of {TINY}, one sequence a step, fp32"
+        assert [row[:2] for row in steps["rows"]] == [[name, "none"]]
+        assert len(steps["notes"]) == 1
+        assert profile["title"] == "The operators of one step" and [row[0] for row in profile["rows"]] == [name]
+        assert longest["title"] == f"Longest operators of a step: {name}"
+    assert of_sliced[0]["columns"] == of_plain[0]["columns"] and of_sliced[1]["columns"] == of_plain[1]["columns"]
+    assert len(of_sliced[2]["rows"]) == 25
 
 
 def test_the_command_ends_within_its_limit_with_the_most_telling_first() -> None:

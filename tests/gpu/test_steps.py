@@ -14,13 +14,14 @@ from benchmarks.measuring.report import Section
 from benchmarks.measuring.steps import Campaign, Step, main
 
 HERE = "tests.gpu.test_steps"
+ROWS = {"first": "1", "second": "2"}
 
 
 def table_that_ends(end: str) -> Iterator[Section]:
-    table = Section(f"Table of {end}", ("row", "value"))
-    table.add("first", 1)
+    table = Section("Table", ("row", "value"), notes=["Of all steps."])
+    table.add(f"{end} first", 1)
     yield table
-    table.add("second", 2)
+    table.add(f"{end} second", 2)
     if end == "hangs":
         yield table
         time.sleep(600)
@@ -44,9 +45,10 @@ def test_rows_are_kept_and_the_next_step_runs_whatever_ends_a_step(
     campaign._end = time.monotonic() + 1
     campaign.run(Step("late", function, 60))
     found = json.loads((tmp_path / "tried.json").read_text())
-    tables = {each["title"]: each["rows"] for each in found["sections"]}
-    assert tables["Table of fails"] == tables["Table of hangs"] == [["first", "1"], ["second", "2"]]
-    assert [row[:2] for row in tables["Steps"]] == [
+    of_both, of_steps = found["sections"]
+    assert of_both["rows"] == [[f"{end} {row}", value] for end in ("fails", "hangs") for row, value in ROWS.items()]
+    assert of_both["notes"] == ["Of all steps."]
+    assert [row[:2] for row in of_steps["rows"]] == [
         ["fails", "failed: ValueError: fails: 3 is too many"],
         ["hangs", "HUNG: no end within 6 s"],
         ["no module", "failed: ModuleNotFoundError: No module named 'tests.gpu.nothing'"],
@@ -56,7 +58,7 @@ def test_rows_are_kept_and_the_next_step_runs_whatever_ends_a_step(
     assert campaign.failed
     log = (tmp_path / "tried.log").read_text()
     assert "=== hangs" in log and "in table_that_ends" in log.partition("=== hangs")[2].partition("=== no module")[0]
-    assert "| first | 1 |" in (tmp_path / "tried.md").read_text()
+    assert "| hangs first | 1 |" in (tmp_path / "tried.md").read_text()
 
 
 def wheel(folder: Path, name: str, tags: str, module: str) -> None:
