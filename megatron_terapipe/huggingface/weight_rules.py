@@ -32,6 +32,11 @@ def same(ours: str, theirs: str) -> WeightRule:
     return WeightRule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
 
 
+def row(ours: str, theirs: str) -> WeightRule:
+    """Return the rule of a tensor [N] here that is [1, N] there."""
+    return WeightRule(ours, (theirs,), lambda weight: (weight.unsqueeze(0),), lambda tensors: tensors[0].squeeze(0))
+
+
 def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
     """A row for each word; ours has more, so that ranks can share them."""
 
@@ -112,35 +117,41 @@ def by_group(ours: str, theirs: Mapping[str, tuple[int, ...]], groups: int, *, t
 class Heads:
     """Order of queries, keys and values in our product: for each group its query heads, its key and its value head.
 
-    Gates follow the query heads of their group here; there each follows its query head.
+    Gates follow the query heads of their group here; there each follows its query head, or they are a tensor apart.
     """
 
     groups: int
     heads_of_group: int
     size: int
     gated: bool = False
+    gates_apart: bool = False
 
     @property
     def queries_of_group(self) -> int:
         """Query heads of a group, and their gates."""
         return self.heads_of_group * (1 + self.gated)
 
-    def apart(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of our product, each head after head: three tensors [heads x size, ...].
+    def apart(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of our product, each head after head: tensors [heads x size, ...].
 
         Args:
             weight: [(query heads + 2 x key heads) x size, ...], group after group.
         """
         grouped = weight.unflatten(0, (self.groups, self.queries_of_group + 2, self.size))
         query, key, value = grouped.split([self.queries_of_group, 1, 1], dim=1)
-        if self.gated:
+        gates: tuple[Tensor, ...] = ()
+        if self.gates_apart:
+            query, *gates = query.chunk(2, dim=1)
+        elif self.gated:
             query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
+        return tuple(each.flatten(0, 2) for each in (query, key, value, *gates))
 
     def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the weight [outputs, hidden] of our product, from queries, keys and values: undoes `apart`."""
         parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
-        if self.gated:
+        if self.gates_apart:
+            parts.insert(1, parts.pop())
+        elif self.gated:
             parts[0] = parts[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return torch.cat(parts, dim=1).flatten(0, 2)
 
@@ -222,7 +233,12 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
     def matrix(rule: Named) -> Named:
         return (lambda ours, kind: turned(rule(ours, kind))) if names.transposed else rule
 
-    of_router = {"weight": f"{names.router}.weight", "bias": f"{names.router}.bias", "expert_bias": names.router_bias}
+    def of_router(ours: str, kind: str) -> WeightRule:
+        if kind != "expert_bias":
+            return same(ours, f"{block}{names.router}.{kind}")
+        bias = block + names.router_bias
+        return row(ours, bias) if names.router_bias_of_row else same(ours, bias)
+
     norms = {
         "attention_norm": names.attention_norm,
         "attention_post_norm": names.attention_output_norm,
@@ -239,7 +255,7 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
         "mlp.up": matrix(_up(model, names.up, block)),
         "mlp.down": matrix(_plain(block + names.down)),
         "mlp": lambda ours, kind: same(ours, block + names.shared_gate),
-        "mlp.router": lambda ours, kind: same(ours, block + of_router[kind]),
+        "mlp.router": of_router,
         "mlp.experts": _experts(model, names, block),
         "mlp.shared.up": _up(model, names.shared_up, block),
         "mlp.shared.down": _plain(block + names.shared_down),
@@ -264,8 +280,12 @@ def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:
 def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
     """The rule of our product of queries, keys and values: a tensor each there, or one with all queries first."""
     groups = model.num_key_value_heads
-    heads = Heads(groups, model.num_attention_heads // groups, model.kv_channels, model.attention_output_gate)
     theirs = [block + each for each in names.query_key_value]
+    heads = Heads(
+        *(groups, model.num_attention_heads // groups, model.kv_channels),
+        gated=model.attention_output_gate,
+        gates_apart=len(theirs) > 3,
+    )
     if len(theirs) == 1 and names.grouped:
         return _plain(theirs[0])
     rows = [groups * count * heads.size for count in (heads.queries_of_group, 1, 1)]

@@ -55,7 +55,8 @@ _GRANITE = {
     "logits_scaling": 3.0,
     "attention_bias": True,
 }
-_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
+_ROUTED_BY_SOFTMAX = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_QWEN3_MOE = _ROUTED_BY_SOFTMAX | {"head_dim": 12}
 _LATENT = {
     **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
     **{"v_head_dim": 10},
@@ -64,6 +65,7 @@ _ROUTED = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_shared_experts": 2},
     "routed_scaling_factor": 2.5,
 }
+_SPARSE = _QWEN3_MOE | {"num_shared_experts": 2}
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 _DELTA_NET = {
     **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16},
@@ -233,6 +235,23 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             **{"swiglu_limit": 0.8, "rope_parameters": _YARN | {"beta_fast": 1.5, "beta_slow": 0.3, "truncate": False}},
         },
     ),
+    "qwen2_moe": ("qwen2_moe", _ROUTED_BY_SOFTMAX | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 12}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_interval": 2},
+    ),
+    "mellum": ("mellum", _QWEN3_MOE | {"sliding_window": 6, "layer_types": _TYPES}),
+    "dots1": (
+        "dots1",
+        _ROUTED | {"first_k_dense_replace": 1, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "solar_open": ("solar_open", _ROUTED | {"head_dim": 12, "attention_bias": True}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6}),
+    "exaone_moe": ("exaone_moe", _SPARSE | {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "hy_v3": ("hy_v3", _SPARSE | {"attention_bias": True}),
+    "afmoe": ("afmoe", _SPARSE | {"sliding_window": 6, "global_attn_every_n_layers": 2, "mup_enabled": True}),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
 """The `model_type` of each, and its settings other than the common ones."""

@@ -48,7 +48,7 @@ class TensorNames:
     """Rows of these before the first position, which no token reads."""
     blocks: str = "layers"
     query_key_value: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Queries, keys and values, each by itself or all in one."""
+    """Queries, keys and values, each by itself or all in one; with gates of queries by themselves, these last."""
     grouped: bool = False
     """Whether, in one, they are ordered as ours: for each key head its query heads, its key and its value. Otherwise
     all queries come first, then all keys, then all values. Likewise in a gated delta net."""
@@ -63,6 +63,8 @@ class TensorNames:
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     """Its bias, the whole name."""
+    router_bias_of_row: bool = False
+    """Whether that tensor is [1, experts]."""
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     """The same matrices of experts: each expert's by its number, or all experts in one."""
     expert_down: str = "mlp.experts.{}.down_proj"
@@ -84,12 +86,14 @@ class TensorNames:
     """Whether matrices are [in, out], and not [out, in]."""
     not_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Ends of the names of tensors that are not weights, such as masks."""
+    unread: str | None = None
+    """Beginning of the names of tensors that transformers does not read either."""
     further: FurtherNames | None = None
     """Layers that predict further tokens, which transformers reads apart from the model; None where there are none."""
 
     def is_weight(self, tensor: str, model: ModelConfig) -> bool:
         """Whether a tensor of a file is a weight of a model, and not a mask or a copy."""
-        if tensor.endswith(self.not_weights):
+        if tensor.endswith(self.not_weights) or (self.unread is not None and tensor.startswith(self.unread)):
             return False
         if self.further is not None and (depth := self.further.depth_of(tensor)) is not None:
             copied = tensor.endswith(tuple(f".{name}.weight" for name in self.further.copies))

@@ -14,8 +14,8 @@ from megatron_terapipe.huggingface.families.layer_settings import rotations
 from megatron_terapipe.huggingface.families.llama import llama_like, swish
 from megatron_terapipe.huggingface.families.mixtures import (
     FURTHER_LAYERS,
+    layers_by_type,
     layers_of_experts,
-    layers_with_experts,
     mixture,
     scaled_weights,
     shared_experts,
@@ -26,7 +26,6 @@ from megatron_terapipe.huggingface.families.settings import (
     COUNT,
     NUMBER,
     SWITCH,
-    WORDS,
     Fields,
     Setting,
     SettingsFile,
@@ -159,22 +158,12 @@ SARVAM_MLA = _like_v3(
 )
 
 
-def _read_types(file: SettingsFile, fields: Fields) -> Fields:
-    usual = ["dense"] + ["sparse"] * (fields["num_layers"] - 1)
-    types = file.value("mlp_layer_types", WORDS, usual, nullable=True) or usual
-    return layers_with_experts([each == "sparse" for each in types])
-
-
 GLM4_MOE_LITE = _like_v3(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     (64, 4),
     _latents(768, 512, (192, 64, 256)),
-    Setting(
-        ("mlp_layer_types",),
-        _read_types,
-        lambda model: {"mlp_layer_types": ["sparse" if each.num_experts else "dense" for each in model.blocks]},
-    ),
+    layers_by_type(1),
     width=1536,
     scale=1.8,
     epsilon=1e-5,

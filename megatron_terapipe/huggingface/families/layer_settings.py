@@ -1,6 +1,6 @@
 """Settings of several keys: rotary positions and their scaling; windows, and layers without rotations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import isclose, log
 from typing import Any
@@ -215,12 +215,18 @@ def rotations_by_alpha() -> Setting:
 
 
 def rotations_by_layer(
-    windows: Setting, usual_base: float = 1_000_000.0, usual_local_base: float = 10_000.0, *, nested: bool = False
+    windows: Setting,
+    usual_base: float = 1_000_000.0,
+    usual_local_base: float = 10_000.0,
+    *,
+    nested: bool = False,
+    older: bool = True,
 ) -> Setting:
     """Return the rotations of Gemma 3: layers with a window have a base of their own, and no scaling.
 
     Args:
         nested: whether transformers 5 needs sections; transformers 4 reads none, and has one base for all.
+        older: whether transformers 4 has the family.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
@@ -244,8 +250,10 @@ def rotations_by_layer(
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
         local, scaling = model.rotary_base_local or usual_local_base, _written_scaling(model)
-        # In the form that transformers 4 and 5 read.
-        found = {**windows.write(model), "rope_theta": model.rotary_base, "rope_scaling": scaling}
+        found = dict(windows.write(model))
+        if older:
+            # In the form that transformers 4 and 5 read.
+            found |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
         if nested:
             whole = {"rope_theta": model.rotary_base, **(scaling or {"rope_type": "default"})}
             sections = {_WHOLE: whole, _WINDOW: {"rope_type": "default", "rope_theta": local}}
@@ -299,14 +307,19 @@ def window_by_type(usual: int | None, every_key: str | None = None, *, tokens: i
     return Setting(("sliding_window", "layer_types", *([every_key] if every_key else [])), read, write)
 
 
-def window_or_unrotated() -> Setting:
-    """Return the window of most layers; if there is one, the layers without it are not rotated."""
+def window_or_unrotated(default: int = 4096, every_key: str = "sliding_window_pattern") -> Setting:
+    """Return the window of most layers; if there is one, the layers without it are not rotated.
+
+    Args:
+        default: tokens of the window where the key is missing.
+        every_key: key of N, where every Nth layer has no window and there is no list of types.
+    """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        window = file.value("sliding_window", COUNT, 4096, nullable=True)
+        window = file.value("sliding_window", COUNT, default, nullable=True)
         has_window = _layer_types(file, fields)
         if has_window is None:
-            every = 4 if window is None else file.value("sliding_window_pattern", COUNT, 4)
+            every = 4 if window is None else file.value(every_key, COUNT, 4)
             has_window = [window is not None and (i + 1) % every != 0 for i in range(fields["num_layers"])]
         unrotated = [window is not None and not each for each in has_window]
         rotated = {"no_rope_freq": pattern_of(unrotated, unrotated)} if any(unrotated) else {}
@@ -315,31 +328,45 @@ def window_or_unrotated() -> Setting:
     def write(model: ModelConfig) -> Mapping[str, Any]:
         return {"sliding_window": model.sliding_window, "layer_types": _types_of(model)}
 
-    return Setting(("sliding_window", "layer_types", "sliding_window_pattern"), read, write)
+    return Setting(("sliding_window", "layer_types", every_key), read, write)
 
 
-def window_after_layer() -> Setting:
-    """Return the window of Qwen's layers from a number on, if windows are switched on at all."""
+def window_after_layer(first: int = 28, *, switch: str | None = "use_sliding_window") -> Setting:
+    """Return the window of Qwen's layers from a number on.
 
+    Args:
+        first: that number where the key is missing.
+        switch: key that switches windows on; None if they have none.
+    """
+    return _windows_by_number(first, switch, lambda index, first: index >= first)
+
+
+def window_before_layer() -> Setting:
+    """Return the window of the layers of even index before a number, if windows are switched on."""
+    return _windows_by_number(28, "use_sliding_window", lambda index, first: index < first and index % 2 == 0)
+
+
+def _windows_by_number(first: int, switch: str | None, windowed: Callable[[int, int], bool]) -> Setting:
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        window = file.value("sliding_window", COUNT, 4096, nullable=True)
-        if not file.value("use_sliding_window", SWITCH, False):
+        # transformers writes 0 for none.
+        window = file.value("sliding_window", NATURAL, 4096, nullable=True) or None
+        if switch is not None and not file.value(switch, SWITCH, False):
             window = None
-        first = file.value("max_window_layers", NATURAL, 28)
-        types = _layer_types(file, fields)
-        has_window = types or [window is not None and index >= first for index in range(fields["num_layers"])]
-        return _windows(file, window, has_window)
+        number = file.value("max_window_layers", NATURAL, first)
+        without = [window is not None and windowed(index, number) for index in range(fields["num_layers"])]
+        return _windows(file, window, _layer_types(file, fields) or without)
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
         has_window = [block.window is not None for block in model.blocks]
         return {
-            "use_sliding_window": any(has_window),
+            **({} if switch is None else {switch: any(has_window)}),
             "sliding_window": model.sliding_window,
             "max_window_layers": has_window.index(True) if any(has_window) else model.num_layers,
             "layer_types": _types_of(model),
         }
 
-    return Setting(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
+    switches = () if switch is None else (switch,)
+    return Setting((*switches, "sliding_window", "max_window_layers", "layer_types"), read, write)
 
 
 def rotated_layers() -> Setting:

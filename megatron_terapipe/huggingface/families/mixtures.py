@@ -21,6 +21,9 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     delta_net_by_type,
     pattern_of,
     rotations,
+    rotations_by_alpha,
+    rotations_by_layer,
+    window_before_layer,
     window_by_type,
     window_of_all,
 )
@@ -32,6 +35,7 @@ from megatron_terapipe.huggingface.families.settings import (
     NUMBER,
     SWITCH,
     UNGATED,
+    WHOLE,
     WORD,
     WORDS,
     Fields,
@@ -54,11 +58,19 @@ from megatron_terapipe.huggingface.families.settings import (
 LAYERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(NATURAL.fits, value)))
 
 
-def mixture(name: str, architecture: str, experts: tuple[str, int, int], *settings: Setting, **more: Any) -> Family:
+def mixture(
+    name: str,
+    architecture: str,
+    experts: tuple[str, int, int],
+    *settings: Setting,
+    chosen: str = "num_experts_per_tok",
+    **more: Any,
+) -> Family:
     """Return a family with experts.
 
     Args:
         experts: key of their number, its default, and the default of the number that a token chooses.
+        chosen: key of the number that a token chooses.
     """
     key, number, top_k = experts
     return llama_like(
@@ -66,7 +78,7 @@ def mixture(name: str, architecture: str, experts: tuple[str, int, int], *settin
         architecture,
         swish(),
         same(key, "num_experts", NATURAL, number),
-        same("num_experts_per_tok", "moe_router_topk", COUNT, top_k),
+        same(chosen, "moe_router_topk", COUNT, top_k),
         ignored("router_aux_loss_coef", "output_router_logits"),
         *settings,
         **{"bias": ATTENTION_BIASES} | more,
@@ -195,30 +207,48 @@ GRANITEMOESHARED = mixture(
 )
 
 
-def shared_experts(default: int) -> Setting:
+def shared_experts(default: int, key: str = "n_shared_experts") -> Setting:
     """Return the setting of the number of shared experts, each as wide as the others."""
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        number = file.value("n_shared_experts", COUNT, default)
-        return {"moe_shared_expert_intermediate_size": number * fields["moe_ffn_hidden_size"]}
+        width = file.value(key, NATURAL, default) * fields["moe_ffn_hidden_size"]
+        return {"moe_shared_expert_intermediate_size": width} if width else {}
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
-        return {
-            "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // (model.moe_ffn_hidden_size or 1)
-        }
+        return {key: (model.moe_shared_expert_intermediate_size or 0) // (model.moe_ffn_hidden_size or 1)}
 
-    return Setting(("n_shared_experts",), read, write)
+    return Setting((key,), read, write)
 
 
-def layers_of_experts(default: int) -> Setting:
+def layers_of_experts(default: int, key: str = "first_k_dense_replace") -> Setting:
     """Return the setting of the number of layers before the first one of experts."""
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        first = file.value("first_k_dense_replace", NATURAL, default)
+        first = file.value(key, NATURAL, default)
         return layers_with_experts([index >= first for index in range(fields["num_layers"])])
 
-    keys = ("first_k_dense_replace",)
-    return Setting(keys, read, lambda model: {"first_k_dense_replace": len(_dense_layers(model))})
+    return Setting((key,), read, lambda model: {key: len(_dense_layers(model))})
+
+
+def layers_by_type(dense: int, key: str | None = None) -> Setting:
+    """Return the setting of the layers with experts, as a list of types.
+
+    Args:
+        dense: number of layers before the first one of experts where there is no list.
+        key: key of that number; None if it has none.
+    """
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        first = dense if key is None else file.value(key, NATURAL, dense)
+        types = file.value("mlp_layer_types", WORDS, None, nullable=True)
+        if types is None:
+            types = ["dense" if index < first else "sparse" for index in range(fields["num_layers"])]
+        return layers_with_experts([each == "sparse" for each in types])
+
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        return {"mlp_layer_types": ["sparse" if each.num_experts else "dense" for each in model.blocks]}
+
+    return Setting(("mlp_layer_types", *([key] if key else [])), read, write)
 
 
 def _groups(file: SettingsFile, fields: Fields, usual: tuple[int, int]) -> Fields:
@@ -234,16 +264,28 @@ def _groups(file: SettingsFile, fields: Fields, usual: tuple[int, int]) -> Field
     return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
 
 
-def sigmoid_routing(scale: float, groups: tuple[int, int] = (1, 1)) -> tuple[Setting, ...]:
+BIASED_SIGMOID = always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+"""Experts are chosen by the sum of a bias and the sigmoid of their logits."""
+
+
+def sigmoid_routing(
+    scale: float, groups: tuple[int, int] = (1, 1), *, renormalised: bool = True
+) -> tuple[Setting, ...]:
     """Return the routing of DeepSeek-V3: sigmoid scores, chosen with a bias within groups, renormalised and scaled.
 
     Args:
         scale: default of the factor.
         groups: defaults of the number of groups, and of those that a token chooses in.
+        renormalised: default of the key whether weights are renormalised, which ours are.
     """
+
+    def check(file: SettingsFile, fields: Fields) -> Fields:
+        file.expect("norm_topk_prob", (True,), renormalised)
+        return {}
+
     return (
-        always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
-        fixed("norm_topk_prob", True),
+        BIASED_SIGMOID,
+        Setting(("norm_topk_prob",), check, lambda model: {"norm_topk_prob": True}),
         scaled_weights(scale),
         Setting(
             ("n_group", "topk_group"),
@@ -253,9 +295,9 @@ def sigmoid_routing(scale: float, groups: tuple[int, int] = (1, 1)) -> tuple[Set
     )
 
 
-def scaled_weights(default: float) -> Setting:
+def scaled_weights(default: float, key: str = "routed_scaling_factor") -> Setting:
     """Return the setting of the factor of the weights of experts."""
-    return unless("routed_scaling_factor", "moe_router_topk_scaling_factor", NUMBER, 1.0, default)
+    return unless(key, "moe_router_topk_scaling_factor", NUMBER, 1.0, default)
 
 
 def with_further_layers(model: ModelConfig) -> TensorNames:
@@ -335,6 +377,120 @@ GPT_OSS = mixture(
     head_size=64,
     epsilon=1e-5,
     defaults=(201088, 131072, 2880, 2880, 36, 64),
+)
+
+_SHARED_EXPERT = TensorNames(
+    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+)
+
+QWEN2_MOE = mixture(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    ("num_experts", 60, 4),
+    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1408),
+    same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", COUNT, 5632),
+    always(moe_shared_expert_gate=True),
+    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    LISTED_LAYERS,
+    window_before_layer(),
+    bias=biases(qkv="qkv_bias", default=True),
+    tensors=_SHARED_EXPERT,
+    key_heads=16,
+    defaults=(151936, 32768, 2048, 5632, 24, 16),
+)
+
+FLEX_OLMO = mixture(
+    "flex_olmo",
+    "FlexOlmoForCausalLM",
+    ("num_experts", 7, 5),
+    always(qk_norm="all-heads", norm_placement="post"),
+    ONE_WIDTH,
+    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    rotation=rotations(base=500_000.0),
+    defaults=(100352, 4096, 4096, 11008, 32, 32),
+)
+
+HUNYUAN_V1_MOE = mixture(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    ("num_experts", 1, 1),
+    always(qk_norm="head-rotated"),
+    ONE_WIDTH,
+    Setting((), lambda file, fields: {"moe_shared_expert_intermediate_size": fields["ffn_hidden_size"]}),
+    ignored("pretraining_tp"),
+    chosen="moe_topk",
+    rotation=rotations_by_alpha(),
+    aliases={"num_experts": "num_local_experts", "moe_topk": "num_experts_per_tok"},
+    epsilon=1e-5,
+    tensors=TensorNames(
+        query_norm="self_attn.query_layernorm",
+        key_norm="self_attn.key_layernorm",
+        router="mlp.gate.wg",
+        shared_up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+        shared_down="mlp.shared_mlp.down_proj",
+    ),
+    defaults=(290943, 2048, 4096, 11008, 32, 32),
+)
+
+
+def _interval(file: SettingsFile, fields: Fields) -> Fields:
+    """Read the layers with experts: every Nth from a first to a last one."""
+    layers = fields["num_layers"]
+    step = file.value("moe_layer_interval", COUNT, 1)
+    first, last = file.value("moe_layer_start_index", NATURAL, 1), file.value("moe_layer_end_index", WHOLE, -1)
+    last = layers - 1 if last == -1 else last
+    return layers_with_experts([(index + 1) % step == 0 and first <= index <= last for index in range(layers)])
+
+
+def _write_interval(model: ModelConfig) -> Mapping[str, Any]:
+    experts = [index for index, block in enumerate(model.blocks) if block.num_experts]
+    ends = {"moe_layer_start_index": experts[0], "moe_layer_end_index": experts[-1]} if experts else {}
+    return {"moe_layer_interval": experts[1] - experts[0] if len(experts) > 1 else 1, **ends}
+
+
+ERNIE4_5_MOE = mixture(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    ("moe_num_experts", 64, 6),
+    always(rotary_interleaved=True, moe_router_enable_expert_bias=True),
+    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1536),
+    shared_experts(2, "moe_num_shared_experts"),
+    Setting(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _interval, _write_interval),
+    # It also adds biases to the output layer.
+    fixed("use_bias", False),
+    # The sum of the chosen probabilities is far above the least divisor.
+    ignored("moe_norm_min"),
+    chosen="moe_k",
+    rotation=rotations(base=500_000.0),
+    bias=biases(),
+    aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
+    key_heads=4,
+    epsilon=1e-5,
+    tied=True,
+    tensors=TensorNames(
+        router_bias="mlp.moe_statics.e_score_correction_bias",
+        router_bias_of_row=True,
+        unread="model.mtp_",
+    ),
+    defaults=(103424, 131072, 2560, 12288, 28, 20),
+)
+
+MELLUM = mixture(
+    "mellum",
+    "MellumForCausalLM",
+    ("num_experts", 64, 8),
+    always(qk_norm="head"),
+    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 896),
+    opposite("norm_topk_prob", "moe_router_pre_softmax", True),
+    layers_by_type(0),
+    ignored("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+    rotation=rotations_by_layer(window_by_type(1, tokens=1024), 500_000.0, nested=True, older=False),
+    aliases={"num_experts": "num_local_experts"},
+    tensors=TensorNames(unread="mtp."),
+    key_heads=4,
+    head_size=128,
+    defaults=(98304, 131072, 2304, 7168, 28, 32),
 )
 
 _HYBRID_TENSORS = TensorNames(
@@ -480,9 +636,8 @@ _WITH_EXPERTS: tuple[Setting, ...] = (
 )
 _QWEN: dict[str, Any] = {
     **{"rotation": rotations(part=0.25), "bias": ATTENTION_BIASES, "head_size": 256},
-    "tensors": TensorNames(
-        shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        shared_down="mlp.shared_expert.down_proj",
+    "tensors": replace(
+        _SHARED_EXPERT,
         further=FurtherNames(
             **{"begin": "mtp.", "block": "mtp.layers.{}.", "first": 0, "projection": "fc", "final_norm": "norm"},
             **{"words_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"},

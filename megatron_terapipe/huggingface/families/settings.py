@@ -29,6 +29,7 @@ class Kind:
 
 COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
 NATURAL = Kind("a whole number, 0 or more", lambda value: type(value) is int and value >= 0)
+WHOLE = Kind("a whole number, -1 or more", lambda value: type(value) is int and value >= -1)
 NUMBER = Kind(
     "a number above 0",
     lambda value: isinstance(value, int | float) and value is not True and isfinite(value) and value > 0,

@@ -16,7 +16,7 @@ HARMLESS = {
     # Feed-forward layers in pieces: the same result.
     "chunk_size_feed_forward",
     # Generation.
-    *("bos_token_id", "eos_token_id", "eod_token_id", "pad_token_id", "use_cache"),
+    *("bos_token_id", "eos_token_id", "eod_token_id", "pad_token_id", "sep_token_id", "use_cache"),
     # Written together with the keys that they follow from.
     *("_sliding_window_pattern", "num_key_value_heads"),
 }
@@ -24,9 +24,11 @@ HARMLESS = {
 
 
 READABLE: dict[str, dict[str, Any]] = {
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "norm_topk_prob": True, "n_shared_experts": 2},
+    "hunyuan_v1_moe": {"num_experts": 64, "moe_topk": 8},
 }
-"""Settings for which a default is given that is refused: here, layers of experts."""
+"""Settings whose defaults are refused, or make no model."""
 
 
 def defaults_of(name: str) -> dict[str, Any]:
