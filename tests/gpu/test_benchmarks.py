@@ -1,6 +1,7 @@
 """Measurements of *speed* on a device: traces are read, runs that do not fit are recomputed, a step runs on a CPU."""
 
 import json
+import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import tests.distributed  # noqa: F401  # names what the server of forked ranks has imported already
 from benchmarks.gpu import STEPS
 from benchmarks.measuring import llama_steps
 from benchmarks.measuring.llama_steps import TINY, Measured, profiled
@@ -15,7 +17,6 @@ from benchmarks.measuring.report import LOOPBACK, SHARINGS, Section, one_line
 from benchmarks.measuring.steps import LIMIT_S, run_here
 from benchmarks.measuring.traces import Call, covered, read_trace
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
-from tests.distributed import fork_server
 
 NO_ROOM = """Traceback (most recent call last):
   File "somewhere.py", line 1, in run
@@ -139,11 +140,11 @@ def test_steps_that_do_not_fit_are_recomputed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_steps_run_on_a_cpu(tmp_path: Path) -> None:
-    processes = []
+    forks, processes = multiprocessing.get_context("forkserver"), []
     for token_slices in (2, 0):
         arguments = {"model": TINY, "seq_length": 32, "token_slices": token_slices}
         call = (tmp_path / f"{token_slices}.json", STEPS[0].function, arguments)
-        processes.append(fork_server.Process(target=run_here, args=call, kwargs={"cpu": True, "limit_s": 120.0}))
+        processes.append(forks.Process(target=run_here, args=call, kwargs={"cpu": True, "limit_s": 120.0}))
         processes[-1].start()
     for process in processes:
         process.join()
