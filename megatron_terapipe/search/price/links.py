@@ -202,6 +202,15 @@ class RankGroups:
         return placed.reshape(layout.pipeline_parallel_size, layout.data_parallel_size, *of_replica)
 
     @cached_property
+    def _nodes(self) -> Whole:
+        """[P or 1, D, R, T] the same of the ranks whose links differ: the first where each fills like nodes."""
+        cluster, layout = self.cluster, self.layout
+        sizes = np.bincount(cluster.node_of_device)
+        of_rank = layout.world_size // layout.pipeline_parallel_size
+        alike = cluster.kind_of_node.max() == 0 and sizes.min() == sizes.max() and of_rank % sizes[0] == 0
+        return self.nodes[:1] if alike and self.placement is None else self.nodes
+
+    @cached_property
     def by_replica(self) -> "tuple[RankGroups, ...]":
         """These groups once for each kind of replica; replicas of a kind are on like nodes, stage by stage.
 
@@ -256,12 +265,12 @@ class RankGroups:
     def tensor(self) -> GroupTopology:
         """Tensor-parallel groups."""
         size = self.layout.tensor_parallel_size
-        return self._links(self.nodes.reshape(-1, size), counted=self._counted(self.layout.sequence_parallel_size))
+        return self._links(self._nodes.reshape(-1, size), counted=self._counted(self.layout.sequence_parallel_size))
 
     @cached_property
     def sequence(self) -> GroupTopology:
         """Groups of sequence-parallel ranks."""
-        groups = np.swapaxes(self.nodes, 2, 3).reshape(-1, self.layout.sequence_parallel_size)
+        groups = np.swapaxes(self._nodes, 2, 3).reshape(-1, self.layout.sequence_parallel_size)
         return self._links(groups, counted=self._counted(self.layout.tensor_parallel_size))
 
     def layer_links(self, rank: int | slice) -> LayerLinks:
@@ -276,19 +285,19 @@ class RankGroups:
     @cached_property
     def expert(self) -> GroupTopology:
         """Groups of expert-parallel ranks: neighbours of a stage."""
-        return self._links(self.nodes.reshape(-1, self.layout.expert_parallel_size))
+        return self._links(self._nodes.reshape(-1, self.layout.expert_parallel_size))
 
     @cached_property
     def expert_copies(self) -> GroupTopology:
         """Groups of ranks with the same experts, over which their gradients are reduced."""
         size = self.layout.expert_parallel_size
-        blocks = self.nodes.reshape(self.layout.pipeline_parallel_size, -1, size)
+        blocks = self._nodes.reshape(len(self._nodes), -1, size)
         return self._links(np.swapaxes(blocks, 1, 2).reshape(-1, blocks.shape[1]))
 
     @cached_property
     def data(self) -> GroupTopology:
         """Groups of ranks with the same weights, over which gradients are reduced: data- and sequence-parallel ones."""
-        return self._links(np.moveaxis(self.nodes, 3, 1).reshape(-1, self.layout.num_weight_copies))
+        return self._links(np.moveaxis(self._nodes, 3, 1).reshape(-1, self.layout.num_weight_copies))
 
     @cached_property
     def _known_shards(self) -> "dict[int, ShardLinks]":
@@ -298,7 +307,7 @@ class RankGroups:
         """Links between ranks that divide states, `size` neighbours of those with the same weights; None = all."""
         size = size or self.layout.num_weight_copies
         if size not in self._known_shards:
-            members = np.moveaxis(self.nodes, 3, 1).reshape(-1, self.layout.num_weight_copies // size, size)
+            members = np.moveaxis(self._nodes, 3, 1).reshape(-1, self.layout.num_weight_copies // size, size)
             copies = np.swapaxes(members, 1, 2).reshape(-1, members.shape[1])
             self._known_shards[size] = ShardLinks(self._links(members.reshape(-1, size)), self._links(copies))
         return self._known_shards[size]
@@ -321,9 +330,9 @@ class RankGroups:
     @cached_property
     def pipe(self) -> BoundaryLinks:
         """Neighbouring pipeline ranks."""
-        stages = self.layout.pipeline_parallel_size
-        here = self.nodes.reshape(stages, -1)
-        there = np.roll(here, -1, axis=0)
+        stages = len(self._nodes)
+        of_stages = self.nodes.reshape(self.layout.pipeline_parallel_size, -1)
+        here, there = of_stages[:stages], np.roll(of_stages, -1, axis=0)[:stages]
         apart = here != there
         nodes = self.cluster
         inside, latency_s = nodes.inside_bandwidth, nodes.inside_latency_s
@@ -345,7 +354,8 @@ class RankGroups:
                 each.reshape(self.nodes.shape)[:, self._counting].reshape(stages, -1)
                 for each in (bandwidth, latency, apart)
             )
-        return BoundaryLinks(bandwidth.min(axis=1), latency.max(axis=1), apart.any(axis=1))
+        of_boundaries = bandwidth.min(axis=1), latency.max(axis=1), apart.any(axis=1)
+        return BoundaryLinks(*(np.repeat(each, len(self.nodes) // stages) for each in of_boundaries))
 
     def _links(
         self, groups: Whole, num_stages: int | None = None, counted: NDArray[np.bool_] | None = None
@@ -354,7 +364,7 @@ class RankGroups:
 
         All of them use the links; only those `counted` are in the result, as many of each pipeline rank.
         """
-        num_stages = num_stages or self.layout.pipeline_parallel_size
+        num_ranks, num_stages = num_stages or self.layout.pipeline_parallel_size, num_stages or len(self._nodes)
         nodes, ranks_on_node, num_nodes = _parts_on_nodes(groups)
         cluster = self.cluster
         leaves = np.repeat(num_nodes > 1, num_nodes)
@@ -369,12 +379,13 @@ class RankGroups:
         first_of_stage = (np.cumsum(num_nodes) - num_nodes)[:: len(num_nodes) // num_stages]
 
         def of_stages(combine: np.ufunc, values: Floats) -> Floats:
-            """Combine values of [parts] stage by stage: [stages]."""
-            return np.asarray(combine.reduceat(values, first_of_stage), dtype=np.float64)
+            """Combine values of [parts] stage by stage: [P]."""
+            each = combine.reduceat(values, first_of_stage, dtype=np.float64)
+            return np.repeat(each, num_ranks // num_stages)
 
         return GroupTopology(
             groups.shape[1],
-            num_nodes.reshape(num_stages, -1).max(axis=1).astype(np.float64),
+            np.repeat(num_nodes.reshape(num_stages, -1).max(axis=1).astype(np.float64), num_ranks // num_stages),
             of_stages(np.minimum, cluster.inside_bandwidth[nodes]),
             of_stages(np.maximum, cluster.inside_latency_s[nodes]),
             of_stages(np.minimum, share),
@@ -388,7 +399,7 @@ def _parts_on_nodes(groups: Whole) -> tuple[Whole, Whole, Whole]:
     They are [parts] nodes, [parts] ranks of the group on each, and [groups] nodes of each group.
     """
     num_groups, size = groups.shape
-    ordered = np.sort(groups, axis=1)
+    ordered = np.sort(groups, axis=1, kind="stable")  # in one pass, as ranks mostly fill nodes in order
     begins = np.ones(ordered.shape, dtype=bool)
     begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     first = np.flatnonzero(begins)
