@@ -20,6 +20,8 @@ the training, such as dropout. Sources:
     OLMoE      Muennighoff et al., arXiv 2409.02060
     Granite    Granite team, Granite 3.0 language models (2024); 3.1 as released
     gpt-oss    OpenAI, arXiv 2508.10925 section 2 and table 1
+    DeepSeek   DeepSeek-AI, arXiv 2412.19437 section 4.2; its sequences were extended from 4,096 tokens by YaRN
+    Kimi K2    Kimi team, arXiv 2507.20534 table 2
     SmolLM3    Hugging Face, SmolLM3: smol, multilingual, long-context reasoner (2025)
 
 Values that a paper leaves out, such as epsilons and rows of the vocabulary, come from `config.json` of the released
@@ -64,6 +66,15 @@ QWEN3_EXPERTS: Mapping[str, Any] = {**UNTIED, "num_experts": 128, "moe_router_to
 GEMMA2_27B: Mapping[str, Any] = {"kv_channels": 128, "softmax_scale": 1 / 12, "embedding_multiplier": sqrt(4608)}
 
 _NEOX = {"seq_length": 2048, "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True}
+
+_DEEPSEEK: Mapping[str, Any] = {
+    **{**LLAMA, **UNTIED, "multi_latent_attention": True, "qk_norm": "head", "latent_norm_epsilon": 1e-6},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
+    **{"rotary_interleaved": True, "rotary_scaling": "yarn", "rotary_original_length": 4096, "mscale": 1.0},
+    **{"mscale_all_dim": 1.0, "layernorm_epsilon": 1e-6, "moe_router_topk": 8, "moe_ffn_hidden_size": 2048},
+    **{"moe_shared_expert_intermediate_size": 2048, "moe_router_score_function": "sigmoid"},
+    "moe_router_enable_expert_bias": True,
+}
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "GPT-2": {"seq_length": 1024, "vocab_size": 50257, "activation": "gelu"},
@@ -110,6 +121,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **{"window_attn_skip_freq": "2", "moe_router_topk": 4, "vocab_size": 201088, "seq_length": 131072},
         **{"rotary_base": 150000.0, "rotary_scaling": "yarn", "rotary_scaling_factor": 32.0},
         **{"rotary_original_length": 4096, "rotary_unrounded_ramp": True},
+    },
+    "DeepSeek": {
+        **{**_DEEPSEEK, "vocab_size": 129280, "seq_length": 163840, "rotary_scaling_factor": 40.0},
+        **{"num_experts": 256, "moe_layer_freq": "[0]*3+[1]*58", "moe_router_topk_scaling_factor": 2.5},
+        **{"moe_router_num_groups": 8, "moe_router_group_topk": 4},
+    },
+    "Kimi K2": {
+        **{**_DEEPSEEK, "vocab_size": 163840, "seq_length": 131072, "rotary_scaling_factor": 32.0},
+        **{"rotary_base": 50000.0, "num_experts": 384, "moe_layer_freq": "[0]*1+[1]*60"},
+        "moe_router_topk_scaling_factor": 2.827,
     },
     "OLMo 2": {
         **{**LLAMA, **UNTIED, "norm_placement": "post", "qk_norm": "all-heads", "vocab_size": 100352},
@@ -211,6 +232,8 @@ MODEL_PRESETS: Mapping[str, Preset] = {
     "granite3.1-1b-a400m": _preset("Granite", 1.33e9, 24, 1024, 16, 512, 8, num_experts=32),
     "gpt-oss-20b": _preset("gpt-oss", 20.91e9, 24, 2880, 64, 2880, 8, num_experts=32),
     "gpt-oss-120b": _preset("gpt-oss", 116.83e9, 36, 2880, 64, 2880, 8, num_experts=128),
+    "deepseek-v3": _preset("DeepSeek", 671e9, 61, 7168, 128, 18432),
+    "kimi-k2": _preset("Kimi K2", 1.04e12, 61, 7168, 64, 18432),
     "olmo2-7b": _preset("OLMo 2", 7.3e9, 32, 4096, 32, 11008, 32),
     "olmo2-13b": _preset("OLMo 2", 13.7e9, 40, 5120, 40, 13824, 40),
     "smollm3-3b": _preset("SmolLM3", 3.08e9, 36, 2048, 16, 11008, 4),

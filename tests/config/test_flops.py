@@ -49,6 +49,8 @@ def test_sc21_table_1_parameters(layers: int, hidden: int, heads: int, billions:
         ("olmoe-1b-7b", 1.3),  # arXiv 2409.02060
         ("gpt-oss-20b", 3.61 + 0.58),  # arXiv 2508.10925 table 1, which leaves the embedding out
         ("gpt-oss-120b", 5.13 + 0.58),
+        ("deepseek-v3", 37.55),  # arXiv 2412.19437: 37
+        ("kimi-k2", 32.9),  # arXiv 2507.20534: 32.6
     ],
 )
 def test_published_active_parameters_of_mixtures(name: str, billions: float) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_terapipe.huggingface.families.registry import FAMILIES
 from megatron_terapipe.huggingface.families.settings import SettingsFile
+from tests.huggingface.files import NEEDED
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,17 +24,9 @@ HARMLESS = {
 """Settings that change no logit."""
 
 
-READABLE: dict[str, dict[str, Any]] = {
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
-    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "norm_topk_prob": True, "n_shared_experts": 2},
-    "hunyuan_v1_moe": {"num_experts": 64, "moe_topk": 8},
-}
-"""Settings whose defaults are refused, or make no model."""
-
-
 def defaults_of(name: str) -> dict[str, Any]:
     """The default settings of a model."""
-    return transformers.CONFIG_MAPPING[name](**READABLE.get(name, {})).to_dict()
+    return transformers.CONFIG_MAPPING[name](**NEEDED.get(name, {})).to_dict()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -44,13 +37,13 @@ def test_every_setting_that_transformers_has_is_understood(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_missing_keys_have_the_defaults_of_transformers(name: str) -> None:
     family = FAMILIES[name]
-    assert family.read(SettingsFile(READABLE.get(name, {}), "")) == family.read(SettingsFile(defaults_of(name), ""))
+    assert family.read(SettingsFile(NEEDED.get(name, {}), "")) == family.read(SettingsFile(defaults_of(name), ""))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_the_written_file_as_the_same_model(name: str) -> None:
     family = FAMILIES[name]
-    model = family.read(SettingsFile(READABLE.get(name, {}), ""))
+    model = family.read(SettingsFile(NEEDED.get(name, {}), ""))
     assert not family.differences(model)
     written = {key: value for key, value in family.write(model).items() if key not in ("architectures", "model_type")}
     theirs = transformers.CONFIG_MAPPING[name](**written).to_dict()
