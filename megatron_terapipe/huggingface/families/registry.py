@@ -26,6 +26,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 _SAME = {"kimi_k2": "deepseek_v3"}
 """Families by other names of theirs, which transformers does not have."""
 
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Types whose attention reads only the keys that an indexer chooses among all earlier ones."""
+
 
 def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:
     """Return the family and the model of a `config.json`; its sequences are as long as it has positions."""
@@ -53,6 +56,11 @@ def is_model_folder(path: str | Path) -> bool:
 def family_named(name: str, where: str) -> Family:
     """Return a family by its `model_type`."""
     name = _SAME.get(name, name)
+    if name in _INDEXED:
+        raise ConfigError(
+            f"{where} is a model of type {name}, whose attention chooses its keys by an indexer: train it as layers of "
+            "your own (docs/how-to/own-models.md)"
+        )
     if name not in FAMILIES:
         raise ConfigError(
             f"{where} is a model of type {name}, which is none of the {len(FAMILIES)} families of "
