@@ -181,14 +181,14 @@ def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: 
     if shape is None:
         of_module = _ends(model, names, index, last)
     else:
-        block = f"{names.prefix}{names.blocks}.{index - LAYERS_BEFORE_BLOCKS}."
+        block = f"{names.prefix}{names.blocks}.{(index - LAYERS_BEFORE_BLOCKS) // names.parts}."
         if index >= last:
             assert names.further is not None, "without names for them a model has no such layers"
             number = names.further.first + index - prediction_layers(model.num_layers, 1).start
             further, block = _further(names.further, number), names.further.block.format(number)
         of_module = {**_block(model, names, block), **further}
         if shape.recurrence is not None:
-            of_module = {**of_module, **_recurrence(shape.recurrence, block, grouped=names.grouped)}
+            of_module = {**of_module, **_recurrence(shape.recurrence, names, block)}
         elif shape.latent is not None:
             of_module = {**of_module, **_latent_attention(shape.latent, block)}
     rules = []
@@ -329,16 +329,16 @@ def _latent_attention(sizes: LatentSizes, block: str) -> Mapping[str, Named]:
     }
 
 
-def _recurrence(sizes: Recurrence, block: str, *, grouped: bool) -> Mapping[str, Named]:
+def _recurrence(sizes: Recurrence, names: TensorNames, block: str) -> Mapping[str, Named]:
     """The rules of a layer with a state, whose rows are grouped here, and there part after part or also grouped."""
     groups, heads, keys = sizes.num_groups, sizes.num_heads // sizes.num_groups, sizes.key_size
     values = heads * sizes.value_size
     mixer, channels = f"{block}linear_attn.", (keys, keys, values)
     parts: dict[str, tuple[int, ...]] = {"_qkv": channels, "_z": (values,), "_b": (heads,), "_a": (heads,)}
     if sizes.kind == "mamba2":
-        mixer, channels = f"{block}mixer.", (values, keys, keys)
+        mixer, channels = f"{block}{names.mixer}.", (values, keys, keys)
         parts = {"": (values, *channels, heads)}
-    elif grouped:
+    elif names.grouped:
         parts = {"_qkvz": (sum(channels) + values,), "_ba": (2 * heads,)}
     rows = {f"{mixer}in_proj{name}.weight": each for name, each in parts.items()}
 

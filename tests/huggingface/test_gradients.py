@@ -45,7 +45,7 @@ BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
         2,
         [
             *("gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "nemotron_h", "qwen3_next"),
-            *("qwen3_5", "gptj", "cohere", "olmo", "youtu", "deepseek_v3"),
+            *("qwen3_5", "gptj", "cohere", "olmo", "youtu", "deepseek_v3", "bamba"),
         ],
     ),
     f"{CUT} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall": (
@@ -54,7 +54,7 @@ BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
             *("mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe"),
             *("qwen3_next-experts", "qwen3_5_moe", "deepseek_v2", "glm4_moe_lite", "qwen2_moe", "flex_olmo"),
             *("hunyuan_v1_moe", "ernie4_5_moe", "mellum", "dots1", "minimax_m2", "exaone_moe", "hy_v3", "afmoe"),
-            *("solar_open", "gpt_oss"),
+            *("solar_open", "gpt_oss", "granitemoehybrid"),
         ],
     ),
 }

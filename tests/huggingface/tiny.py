@@ -66,6 +66,12 @@ _ROUTED = {
     "routed_scaling_factor": 2.5,
 }
 _SPARSE = _QWEN3_MOE | {"num_shared_experts": 2}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2}
+_GRANITE_HYBRID = (
+    {name: value for name, value in _GRANITE.items() if name != "attention_bias"}
+    | _MAMBA
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "shared_intermediate_size": 20}
+)
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 _DELTA_NET = {
     **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16},
@@ -252,6 +258,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe": ("exaone_moe", _SPARSE | {"sliding_window": 6, "sliding_window_pattern": 2}),
     "hy_v3": ("hy_v3", _SPARSE | {"attention_bias": True}),
     "afmoe": ("afmoe", _SPARSE | {"sliding_window": 6, "global_attn_every_n_layers": 2, "mup_enabled": True}),
+    "granitemoehybrid": ("granitemoehybrid", _GRANITE_HYBRID | {"num_local_experts": 4}),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        _GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1]}),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
 """The `model_type` of each, and its settings other than the common ones."""

@@ -47,6 +47,10 @@ class TensorNames:
     unread_positions: int = 0
     """Rows of these before the first position, which no token reads."""
     blocks: str = "layers"
+    parts: int = 1
+    """Layers of ours in one of these: 2 where attention or a state and the part after it are one layer."""
+    mixer: str = "mixer"
+    """Layers of Mamba-2."""
     query_key_value: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Queries, keys and values, each by itself or all in one; with gates of queries by themselves, these last."""
     grouped: bool = False

@@ -1,20 +1,15 @@
-"""Families whose layers are not all attention and MLP: with experts, and with a state that is carried.
+"""Families with experts in place of Llama's MLP.
 
-Experts are in place of Llama's MLP. Files have one width, the experts' one, or one of each kind. transformers 5 has
-another name for their number. `router_aux_loss_coef` and its like concern only the losses of a training, which have
-flags.
-
-Layers of Mamba-2 come by themselves or among layers of attention and MLPs: a layer is one part. Qwen's are the last:
-layers of two parts, most with a gated delta net in place of attention.
+Files have one width, the experts' one, or one of each kind. transformers 5 has another name for their number.
+`router_aux_loss_coef` and its like concern only the losses of a training, which have flags. The last are Qwen's layers
+of which most have a gated delta net in place of attention.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.recurrences import pattern_and_stages
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 from megatron_terapipe.huggingface.families.family import Family, FurtherNames, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
@@ -27,16 +22,15 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     window_by_type,
     window_of_all,
 )
-from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, MULTIPLIERS, llama_like, swish
+from megatron_terapipe.huggingface.families.llama import MULTIPLIERS, llama_like, swish
 from megatron_terapipe.huggingface.families.settings import (
     ATTENTION_BIASES,
     COUNT,
     NATURAL,
+    NATURALS,
     NUMBER,
     SWITCH,
-    UNGATED,
     WHOLE,
-    WORD,
     WORDS,
     Fields,
     Kind,
@@ -45,17 +39,12 @@ from megatron_terapipe.huggingface.families.settings import (
     always,
     biases,
     fixed,
-    head_width,
-    heads_of_keys,
     ignored,
     opposite,
     same,
-    sizes,
     word,
     written,
 )
-
-LAYERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(NATURAL.fits, value)))
 
 
 def mixture(
@@ -110,7 +99,10 @@ def _dense_layers(model: ModelConfig) -> list[int]:
 
 def _listed_layers(file: SettingsFile, fields: Fields) -> Fields:
     """Read every Nth layer, without the layers of a list, or no layer."""
-    step, dense = file.value("decoder_sparse_step", COUNT, 1), file.value("mlp_only_layers", LAYERS, [], nullable=True)
+    step, dense = (
+        file.value("decoder_sparse_step", COUNT, 1),
+        file.value("mlp_only_layers", NATURALS, [], nullable=True),
+    )
     listed = [(index + 1) % step == 0 and index not in (dense or ()) for index in range(fields["num_layers"])]
     return layers_with_experts(listed) if any(listed) and fields["num_experts"] else {"num_experts": None}
 
@@ -179,7 +171,7 @@ OLMOE = mixture(
     defaults=(50304, 4096, 2048, 2048, 16, 16),
 )
 
-_GRANITE_NAMES = TensorNames(
+GRANITE_NAMES = TensorNames(
     router="block_sparse_moe.router.layer",
     expert_up=("block_sparse_moe.input_linear",),
     expert_down="block_sparse_moe.output_linear",
@@ -193,7 +185,7 @@ GRANITEMOE = mixture(
     ("num_local_experts", 8, 2),
     *MULTIPLIERS,
     ONE_WIDTH,
-    tensors=_GRANITE_NAMES,
+    tensors=GRANITE_NAMES,
 )
 
 GRANITEMOESHARED = mixture(
@@ -203,7 +195,7 @@ GRANITEMOESHARED = mixture(
     *MULTIPLIERS,
     ONE_WIDTH,
     unless("shared_intermediate_size", "moe_shared_expert_intermediate_size", NATURAL, 0, 0),
-    tensors=_GRANITE_NAMES,
+    tensors=GRANITE_NAMES,
 )
 
 
@@ -491,133 +483,6 @@ MELLUM = mixture(
     key_heads=4,
     head_size=128,
     defaults=(98304, 131072, 2304, 7168, 28, 32),
-)
-
-_HYBRID_TENSORS = TensorNames(
-    prefix="backbone.",
-    words="embeddings",
-    query_key_value=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
-    projection="mixer.o_proj",
-    up=("mixer.up_proj",),
-    down="mixer.down_proj",
-    attention_norm="norm",
-    mlp_norm="norm",
-    final_norm="norm_f",
-)
-
-_OF_MAMBA: tuple[Setting, ...] = (
-    always(normalization="rmsnorm", position_embedding_type="none"),
-    same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
-    same("n_groups", "mamba_num_groups", COUNT, 8),
-    fixed("conv_kernel", 4),
-    fixed("use_bias", False),
-    fixed("use_conv_bias", True),
-    fixed("time_step_limit", [0.0, inf], (0.0, inf), [0.0, {"__float__": "Infinity"}]),
-    # About first weights, the precision of the residual stream, and the order of computing the same.
-    ignored("time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32"),
-    ignored("chunk_size"),
-)
-
-
-def _read_heads(file: SettingsFile, fields: Fields) -> Fields:
-    heads, width = file.value("num_heads", COUNT, 128), file.value("head_dim", COUNT, 64)
-    file.expect("expand", [heads * width / fields["hidden_size"]], 2)
-    return {"hybrid_layer_pattern": "M" * fields["num_layers"], "mamba_num_heads": heads, "mamba_head_dim": width}
-
-
-def _write_heads(model: ModelConfig) -> Mapping[str, Any]:
-    heads = model.mamba_num_heads or 1
-    return {
-        "num_heads": heads,
-        "head_dim": model.mamba_head_dim,
-        "expand": heads * model.mamba_head_dim // model.hidden_size,
-    }
-
-
-_GROUPS = "read it with transformers 5.23 or newer: before, all groups of B and C have one norm"
-
-MAMBA2 = Family(
-    name="mamba2",
-    architecture="Mamba2ForCausalLM",
-    settings=(
-        same("vocab_size", "vocab_size", COUNT, 32768),
-        same("hidden_size", "hidden_size", COUNT, 4096),
-        same("initializer_range", "init_method_std", NUMBER, 0.1),
-        sizes((None,) * 7)[-1],
-        same("num_hidden_layers", "num_layers", COUNT, 64),
-        Setting(("num_heads", "head_dim", "expand"), _read_heads, _write_heads),
-        same("state_size", "mamba_state_dim", COUNT, 128),
-        fixed("hidden_act", "silu"),
-        *_OF_MAMBA,
-        # No layer has these parts, and positions have no end.
-        always(num_attention_heads=1, ffn_hidden_size=1, disable_bias_linear=True, max_position_embeddings=2**20),
-        ignored("time_step_rank", "time_step_min"),
-    ),
-    tensors=_HYBRID_TENSORS,
-    remarks=lambda model: [_GROUPS] if model.mamba_num_groups > 1 else [],
-)
-
-_SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-
-
-def _read_pattern(file: SettingsFile, fields: Fields) -> Fields:
-    default = "ME*-"
-    types = file.value("layers_block_type", WORDS, None, nullable=True)
-    if types is None:
-        pattern = file.value("hybrid_override_pattern", WORD, default)
-    else:
-        for each in types:
-            if each not in _SYMBOLS:
-                raise ConfigError(f"{file.where} has a layer {each} in layers_block_type: {MODEL_CANNOT_BE_TRAINED}")
-        pattern = "".join(_SYMBOLS[each] for each in types)
-    symbols, _ = pattern_and_stages(pattern)
-    if "E" in symbols:
-        raise ConfigError(f"{file.where} has layers of experts, E in {symbols}: {MODEL_CANNOT_BE_TRAINED}")
-    return {"hybrid_layer_pattern": symbols, "num_layers": len(symbols)}
-
-
-def _write_pattern(model: ModelConfig) -> Mapping[str, Any]:
-    # The names of types in a list have changed between versions of transformers; these symbols have not.
-    symbols = {"M": "M", "A": "*"}
-    return {"hybrid_override_pattern": "".join(symbols.get(each, "-") for each in model.hybrid_layer_pattern or "M")}
-
-
-NEMOTRON_H = Family(
-    name="nemotron_h",
-    architecture="NemotronHForCausalLM",
-    settings=(
-        *sizes((131072, 4096, 4096, 21504, None, 32, 0.02)),
-        # The pattern counts, as in transformers, where num_hidden_layers differs from it.
-        Setting(("layers_block_type", "hybrid_override_pattern"), _read_pattern, _write_pattern),
-        heads_of_keys(8),
-        head_width(128),
-        same("ssm_state_size", "mamba_state_dim", COUNT, 128),
-        same("mamba_num_heads", "mamba_num_heads", COUNT, 128),
-        same("mamba_head_dim", "mamba_head_dim", COUNT, 64),
-        # transformers reads it, and makes no such biases.
-        ignored("attention_bias"),
-        biases(),
-        fixed("mlp_bias", False),
-        word("mlp_hidden_act", "activation", UNGATED, "relu2"),
-        fixed("mamba_hidden_act", "silu"),
-        fixed("mamba_proj_bias", False),
-        *_OF_MAMBA,
-        ATTENTION_DROPOUT,
-        written(hidden_dropout="hidden_dropout"),
-        # transformers bounds steps by it; Megatron-LM, by which the published models are trained, does not.
-        # A bound that no step comes to is written.
-        Setting(("time_step_min",), lambda file, fields: {}, lambda model: {"time_step_min": 1e-12}),
-        # Of experts and further predictions, of which the layers have none; and of kernels.
-        fixed("num_nextn_predict_layers", 0),
-        fixed("sliding_window", None),
-        ignored("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-        ignored("moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor"),
-        ignored("n_group", "topk_group", "norm_topk_prob", "output_router_logits", "mtp_layers_block_type"),
-        ignored("expand", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
-    ),
-    tensors=_HYBRID_TENSORS,
-    ties=False,
-    remarks=lambda model: ["read it with transformers 5.10 or newer"],
 )
 
 _DELTA_NETS: tuple[Setting, ...] = (

@@ -8,14 +8,14 @@ from typing import Any
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.families import latent, layernorm, llama, mixtures, sigmoid_mixtures
+from megatron_terapipe.huggingface.families import hybrids, latent, layernorm, llama, mixtures, sigmoid_mixtures
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
-        for module in (layernorm, llama, mixtures, latent, sigmoid_mixtures)
+        for module in (layernorm, llama, mixtures, latent, sigmoid_mixtures, hybrids)
         for family in vars(module).values()
         if isinstance(family, Family)
     }

@@ -41,6 +41,7 @@ BITS = Kind("a list of 0 and 1", lambda value: isinstance(value, list) and all(e
 NUMBERS = Kind(
     "a list of numbers above 0", lambda value: isinstance(value, list) and bool(value) and all(map(NUMBER.fits, value))
 )
+NATURALS = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(NATURAL.fits, value)))
 SECTION = Kind("a JSON object", lambda value: isinstance(value, Mapping))
 
 _REQUIRED = object()
