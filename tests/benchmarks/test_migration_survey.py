@@ -43,7 +43,7 @@ options="%s
 more=(--deepspeed_config configs/ds.json --save "$corpus" --seed $LOGS)
 echo $(deepspeed ../pretrain_gpt.py $options "${more[@]}")
 python tools/preprocess_data.py --input x
-srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --mtp-num-layers 8" &>> ${log_path}/run.log
+srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --qk-clip-threshold 8" &>> ${log_path}/run.log
 """
 
 
@@ -104,12 +104,12 @@ def test_a_script_is_run_with_every_program_replaced(tmp_path: Path) -> None:
     assert first.words[-8:] == words(
         "--global-batch-size 16 --deepspeed_config configs/ds.json --save argument1 --seed 3"
     )
-    assert second.words[-4:] == words("--global-batch-size 16 --mtp-num-layers 8")
+    assert second.words[-4:] == words("--global-batch-size 16 --qk-clip-threshold 8")
     assert (first.directory / "configs" / "ds.json").read_text().startswith('{"train_batch_size": 16')
     assert [path.name for path in script.parent.iterdir()] == ["train.sh"]
     assert outcome_of(first).passed
     refused = outcome_of(second)
-    assert refused.line.startswith("--mtp-num-layers 8: ") and not refused.is_defect
+    assert refused.line.startswith("--qk-clip-threshold: ") and not refused.is_defect
 
 
 @confined
@@ -177,7 +177,7 @@ def test_the_table_counts_features() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, more in (("plain", ""), ("experts", "\n  --mtp-num-layers: 8")):
+    for name, more in (("plain", ""), ("experts", "\n  --qk-clip-threshold: 8")):
         case = tmp_path / "tests/functional_tests/test_cases/gpt" / name
         case.mkdir(parents=True)
         pairs = zip(f"{MODEL} {DATA}".split()[::2], f"{MODEL} {DATA}".split()[1::2], strict=True)
@@ -187,7 +187,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main() == 0
     said = capsys.readouterr().out
     assert "| Megatron-LM, tests of gpt | 1 | 1 | 0 | 2 | 0 |" in said
-    assert "Megatron-LM, tests of gpt: experts: --mtp-num-layers 8: " in said
+    assert "Megatron-LM, tests of gpt: experts: --qk-clip-threshold: " in said
 
 
 def test_models_of_neox_take_from_its_other_files_what_theirs_leave_open(tmp_path: Path) -> None:

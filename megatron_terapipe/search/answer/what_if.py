@@ -91,6 +91,7 @@ def what_ifs(
         *with_less_headroom(asked, result.too_full, winner),
         *on_fewer_devices(asked, winner, progress, training),
         *at_published_mfu(asked.problem, winner),
+        *with_more_effort(result),
         *other_constants(result.contenders, asked.pricing.cost_model, asked.costs.calibration),
     ]
 
@@ -207,7 +208,7 @@ def at_published_mfu(problem: SearchProblem, winner: Ranked) -> Iterator[WhatIfP
 
 def with_more_effort(result: SearchResult) -> Iterator[WhatIfPart]:
     """Yield the time that a longer search could save, where strategies that may win were not simulated."""
-    if not result.proven:
+    if result.could_save > WORTH_SAYING:
         line = (
             f"a strategy that was not simulated could be {result.could_save:.1%} faster at most: more --effort finds it"
         )
