@@ -1,7 +1,7 @@
 """Families with layers of Mamba-2: by themselves, or among layers of attention and MLPs or experts.
 
-A layer of ours is one part. In Granite and Bamba a layer of theirs is two of ours: Mamba-2 or attention, and what is
-after it.
+A layer of ours is one part. In Granite and Bamba a layer of theirs is two of ours: Mamba-2 or attention, and an MLP or
+experts.
 """
 
 from collections.abc import Mapping
