@@ -274,7 +274,8 @@ def only_run_in(save: str | Path, is_running: Callable[[int], bool] = lambda pro
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)
+        with suppress(OSError):  # The disk may be read-only by now; the lock ends with the file.
+            lock.unlink(missing_ok=True)
         file.close()
         if not was_there:
             with suppress(OSError):  # It has checkpoints.

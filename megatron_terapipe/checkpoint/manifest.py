@@ -88,7 +88,10 @@ class Manifest:
             except OSError as error:
                 raise CheckpointError(damage(directory, f"is damaged: {name} cannot be read ({error})")) from None
             if not same:
-                raise CheckpointError(damage(directory, f"is damaged: {name} has changed since it was saved"))
+                fault = (
+                    f"is damaged: {name} has changed since it was saved, or {MANIFEST_FILE} is of another checkpoint"
+                )
+                raise CheckpointError(damage(directory, fault))
 
 
 def damage(directory: Path, fault: str) -> str:

@@ -51,7 +51,10 @@ def hosts_of(flags: Mapping[str, str]) -> Hosts | None:
         if int(flags.get("num_nodes", 1)) > 1:
             raise ConfigError(f"{_written(flags, 'num_nodes')} names no hosts: give them by --hostfile")
         for name in filters:
-            _parts(flags, name)
+            if (other := next((host for host, _ in _parts(flags, name) if host != HERE), None)) is not None:
+                raise ConfigError(
+                    f"{_written(flags, name)}: {other!r} is not this machine, {HERE!r}: give other hosts by --hostfile"
+                )
         return None if each is None else {HERE: list(range(each))}
     listed = parse_hostfile(read_text(flags["hostfile"], "--hostfile"), flags["hostfile"])
     if not Path(flags["hostfile"]).is_file():  # DeepSpeed would train only on this machine.

@@ -1,5 +1,6 @@
 """Processes killed while they save or hold a directory: a whole checkpoint is found, no later run is locked out."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -60,6 +61,18 @@ def test_a_directory_that_was_made_for_the_lock_does_not_stay(tmp_path: Path) ->
     with only_run_in(tmp_path / "save"):
         (tmp_path / "save" / "latest").touch()
     assert [path.name for path in (tmp_path / "save").iterdir()] == ["latest"]
+
+
+def test_a_disk_that_is_read_only_at_the_end_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patched, only_run_in(tmp_path):
+        patched.setattr(Path, "unlink", refuse)
+        with pytest.raises(CheckpointError, match="in use by another run"), only_run_in(tmp_path):
+            pass
+    with only_run_in(tmp_path):  # The lock ended with its file.
+        pass
 
 
 def test_there_is_one_holder_at_a_time(tmp_path: Path) -> None:

@@ -52,9 +52,18 @@ def _flip(path: Path, offset: int) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "shorter": (lambda d: (d / NAMES[1]).write_bytes(b"x" * 10_999), "{1} has 10999 bytes, and 11000 were saved"),
     "longer": (lambda d: (d / NAMES[1]).open("ab").write(b"x"), "{1} has 11001 bytes, and 11000 were saved"),
-    "bit": (lambda d: _flip(d / NAMES[0], 5000), "{0} has changed since it was saved"),
-    "zeros": (lambda d: (d / NAMES[0]).write_bytes(bytes(11_000)), "{0} has changed since it was saved"),
-    "run": (lambda d: _flip(d / "run.json", 3), "run.json has changed since it was saved"),
+    "bit": (
+        lambda d: _flip(d / NAMES[0], 5000),
+        "{0} has changed since it was saved, or manifest.json is of another checkpoint",
+    ),
+    "zeros": (
+        lambda d: (d / NAMES[0]).write_bytes(bytes(11_000)),
+        "{0} has changed since it was saved, or manifest.json is of another checkpoint",
+    ),
+    "run": (
+        lambda d: _flip(d / "run.json", 3),
+        "run.json has changed since it was saved, or manifest.json is of another checkpoint",
+    ),
     "manifest": (lambda d: _flip(d / "manifest.json", 100), "manifest.json has changed since it was saved"),
     "no_manifest": (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json has changed since it was saved"),
 }

@@ -126,6 +126,8 @@ def test_devices_of_this_machine() -> None:
     assert hosts_of({"num_accelerators": "2"}) == {"localhost": [0, 1]}
     with pytest.raises(UserError, match="--include a::1: 'a::1' is not HOST or HOST:0,2"):
         hosts_of({"include": "a::1"})
+    with pytest.raises(UserError, match="--exclude localhost:0@b: 'b' is not this machine, 'localhost'"):
+        hosts_of({"exclude": "localhost:0@b"})
     with pytest.raises(UserError, match="--num-nodes 2 names no hosts"):
         hosts_of({"num_nodes": "2"})
 

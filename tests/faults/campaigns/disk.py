@@ -12,7 +12,7 @@ import psutil
 
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import PRETRAIN, Launch, flags
-from tests.faults.campaign import ENDS_S, Outcome, Settings, ending, until
+from tests.faults.campaign import Outcome, Settings, ending
 from tests.faults.campaigns.damage import SAVES
 
 ONE_CHECKPOINT = 1_100_000
@@ -89,7 +89,7 @@ def _read_only(folder: Path, data: Path, *more: str) -> Outcome:
     with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 1000, "--keep-last-n-checkpoints", 2, *more))
         run.wait_for(lambda: (disk / "latest").exists())
-        _until_read_only(disk)
+        _make_read_only(disk)
         return _ends(run, folder, None, "")
 
 
@@ -98,9 +98,9 @@ def _read_only_for_a_while(folder: Path, data: Path) -> Outcome:
         keep = ("--keep-last-n-checkpoints", 2, "--train-on-if-save-fails")
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 200, *keep))
         run.wait_for(lambda: (disk / "latest").exists())
-        _until_read_only(disk)
+        _make_read_only(disk)
         run.wait_for(lambda: "; training continues" in run.output())
-        _mount(disk, "remount,rw")
+        subprocess.run(["umount", "--lazy", disk], check=True)
         code, lines = run.wait(), [line for line in run.output().splitlines() if "; training continues" in line]
         broken = [] if code == 0 else [f"exit code {code}"]
         if (disk / "latest").read_text() != "global_step200":
@@ -149,14 +149,15 @@ def _disk(folder: Path, size: int) -> Iterator[Path]:
     try:
         yield disk
     finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
+        while disk.is_mount():
+            subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def _mount(disk: Path, options: str) -> None:
     subprocess.run(["mount", "-o", options, disk], check=True)
 
 
-def _until_read_only(disk: Path) -> None:
-    """A disk with a file that is being written cannot be made read-only: try until none is."""
-    words = ["mount", "-o", "remount,ro", disk]
-    assert until(lambda: subprocess.run(words, check=False, capture_output=True).returncode == 0, ENDS_S)
+def _make_read_only(disk: Path) -> None:
+    """Let files be opened for reading only: by a mount above, because the lock of the run stays open for writing."""
+    subprocess.run(["mount", "--bind", disk, disk], check=True)
+    _mount(disk, "remount,bind,ro")
