@@ -271,20 +271,22 @@ def _split_layers(
     """Yield the tensors [...] of layers by name, and the copies of the embedding and the output layer in such files."""
     names, further = family.names(model), family.names(model).further
     words, output = f"{names.prefix}{names.words}.weight", f"{names.output}.weight"
-    copied = {"words": words, "output": output if model.untie_embeddings_and_output_weights else words}
-    numbers = range(model.mtp_num_layers)
+    original = {"words": words, "output": output if model.untie_embeddings_and_output_weights else words}
+    copies = (
+        []
+        if further is None
+        else [
+            (original[weight], f"{further.begin.format(further.first + depth)}{name}.weight")
+            for name, weight in further.copies.items()
+            for depth in range(model.mtp_num_layers)
+        ]
+    )
     for index, layer in layers:
         split = split_layer(rules_of(model, family, index), layer)
         yield from split.items()
         if index == 0 and model != family.written(model):
             yield output, split[words].clone()
-        for copy, original in further.copies.items() if further is not None else ():
-            if copied[original] in split:
-                for number in numbers:
-                    yield (
-                        f"{further.begin.format(further.first + number)}{copy}.weight",
-                        split[copied[original]].clone(),
-                    )
+        yield from ((copy, split[name].clone()) for name, copy in copies if name in split)
 
 
 def _remarks(model: ModelConfig, family: Family) -> Iterator[str]:

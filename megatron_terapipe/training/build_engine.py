@@ -249,12 +249,16 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
         return (TensorSpec((rows, own, config.model.hidden_size), dtype, requires_grad=True),)
 
     # DeepSpeed prints its topology and every layer.
-    vocabulary_stages = config.parallel.vocabulary_stages
-    further = config.model.mtp_num_layers if trained.is_gpt else 0
-    loss_fn: Any = prediction_losses if further else gpt_loss
+    vocabulary_stages, further = config.parallel.vocabulary_stages, config.model.mtp_num_layers
+    split: Any = split_batch
+    loss_fn: Any = gpt_loss
+    output_fn: Any = Logits.compute if trained.is_gpt else None
+    if further:
+        split, loss_fn, output_fn = split_for_predictions(config.model), prediction_losses, Predictions.compute
+    elif vocabulary_stages:
+        split, output_fn = split_batch_with_labels, None
     if trained.loss or not trained.is_gpt:
         loss_fn = CheckedLoss(trained.loss or gpt_loss, trained.program)
-    output_fn = None if vocabulary_stages or not trained.is_gpt else Logits.compute
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         with device:
             module = TokenSlicePipelineModule(
@@ -263,15 +267,11 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 token_slices=config.token_slices(),
                 loss_fn=loss_fn,
                 num_losses=1 + further if further else None,
-                output_fn=Predictions.compute if further else output_fn,
+                output_fn=output_fn,
                 partition=partition,
                 num_model_chunks=config.parallel.pipeline().num_model_chunks,
                 placement=config.parallel.pipeline().placement,
-                split_batch=split_for_predictions(config.model)
-                if further
-                else split_batch_with_labels
-                if vocabulary_stages
-                else split_batch,
+                split_batch=split,
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data, numbered=config.model.balances_documents),
                 cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),

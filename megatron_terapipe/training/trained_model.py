@@ -67,7 +67,12 @@ class TrainedModel:
         return self.datasets is not None and not config.data.mock_data
 
     def check(self, config: Config) -> None:
-        """Refuse flags that only the GPT's layers can follow."""
+        """Refuse flags that only the GPT's layers, or its loss, can follow."""
+        if config.model.mtp_num_layers and (self.loss is not None or not self.is_gpt):
+            raise ConfigError(
+                f"--mtp-num-layers {config.model.mtp_num_layers} adds layers and losses to the GPT's, and "
+                f"{self.program} gives {'a loss' if self.is_gpt else 'layers'} of its own: drop it"
+            )
         if self.is_gpt:
             return
         load = config.checkpoint.load

@@ -330,6 +330,7 @@ def test_flags_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--pipeline-model-parallel-size 2 --vocabulary-stages --untie-embeddings-and-output-weights", "output layer"),
         ("--recompute-granularity selective", "use full or stage"),
+        ("--mtp-num-layers 1 --position-embedding-type rope", "adds layers and losses to the GPT's, and mine.py"),
         ("--load {folder}", "whose weights are read into the GPT's layers only: read them in mine.py"),
     ],
 )

@@ -215,7 +215,7 @@ def _mixers(model: ModelConfig) -> str:
 def _read_types(file: SettingsFile, fields: Fields) -> Fields:
     experts, layers = fields.get("num_experts"), fields["num_layers"]
     types = file.value("layer_types", WORDS, ["linear_attention"] * layers, nullable=True)
-    mixers = "".join(_SYMBOLS.get(each, each[:1]) for each in types or ["mamba"] * layers)
+    mixers = "".join(_SYMBOLS.get(each, "?") for each in types or ["mamba"] * layers)
     if len(mixers) != layers or set(mixers) - {"M", "*"}:
         raise ConfigError(f"{file.where} has other layer_types than {layers} of mamba or attention: get the file again")
     width = file.value("shared_intermediate_size", NATURAL, 1024)
@@ -225,12 +225,11 @@ def _read_types(file: SettingsFile, fields: Fields) -> Fields:
 
 
 def _write_types(model: ModelConfig) -> Mapping[str, Any]:
-    types = {"M": "mamba", "*": "attention"}
     width = model.moe_shared_expert_intermediate_size if model.num_experts else model.ffn_hidden_size
     return {
         "intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers // 2,
-        "layer_types": [types[each] for each in _mixers(model)],
+        "layer_types": ["mamba" if each == "M" else "attention" for each in _mixers(model)],
         "shared_intermediate_size": width or 0,
         "num_local_experts": model.num_experts or 0,
     }

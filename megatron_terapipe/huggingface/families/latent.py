@@ -14,6 +14,7 @@ from megatron_terapipe.huggingface.families.layer_settings import rotations
 from megatron_terapipe.huggingface.families.llama import llama_like, swish
 from megatron_terapipe.huggingface.families.mixtures import (
     FURTHER_LAYERS,
+    expert_width,
     layers_by_type,
     layers_of_experts,
     mixture,
@@ -92,7 +93,7 @@ _USUAL: dict[str, Any] = {
 def _experts(width: int) -> tuple[Setting, ...]:
     """Return the setting of the width of experts, with a default, and keys without effect."""
     return (
-        same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, width),
+        expert_width(width),
         *FURTHER_LAYERS,
         # Of losses and kernels.
         ignored("pretraining_tp", "ep_size", "moe_layer_freq"),

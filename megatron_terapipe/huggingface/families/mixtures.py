@@ -78,6 +78,16 @@ ONE_WIDTH = written(intermediate_size="moe_ffn_hidden_size")
 """The width of experts, where all layers have them; it is read as the width of an MLP."""
 
 
+def expert_width(default: int) -> Setting:
+    """Return the setting of the width of an expert, where MLPs have another one."""
+    return same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, default)
+
+
+def weights_renormalised(default: bool) -> Setting:
+    """Return the switch whether the weights of the chosen experts, by softmax, are divided by their sum."""
+    return opposite("norm_topk_prob", "moe_router_pre_softmax", default)
+
+
 def unless(key: str, field: str, kind: Kind, off: float, default: float) -> Setting:
     """Return a key with the value of a field, or `off` where the field is None."""
 
@@ -143,8 +153,8 @@ QWEN3_MOE = mixture(
     "Qwen3MoeForCausalLM",
     ("num_experts", 128, 8),
     always(qk_norm="head"),
-    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 768),
-    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    expert_width(768),
+    weights_renormalised(False),
     LISTED_LAYERS,
     Setting(
         ("use_sliding_window", "sliding_window"),
@@ -165,7 +175,7 @@ OLMOE = mixture(
     always(qk_norm="all-heads"),
     fixed("clip_qkv", None),
     ONE_WIDTH,
-    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    weights_renormalised(False),
     aliases={"num_experts": "num_local_experts"},
     epsilon=1e-5,
     defaults=(50304, 4096, 2048, 2048, 16, 16),
@@ -314,7 +324,7 @@ GLM4_MOE = mixture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     ("n_routed_experts", 128, 8),
-    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1408),
+    expert_width(1408),
     *sigmoid_routing(1.0),
     shared_experts(1),
     layers_of_experts(1),
@@ -380,10 +390,10 @@ QWEN2_MOE = mixture(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     ("num_experts", 60, 4),
-    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1408),
+    expert_width(1408),
     same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", COUNT, 5632),
     always(moe_shared_expert_gate=True),
-    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    weights_renormalised(False),
     LISTED_LAYERS,
     window_before_layer(),
     bias=biases(qkv="qkv_bias", default=True),
@@ -398,7 +408,7 @@ FLEX_OLMO = mixture(
     ("num_experts", 7, 5),
     always(qk_norm="all-heads", norm_placement="post"),
     ONE_WIDTH,
-    opposite("norm_topk_prob", "moe_router_pre_softmax", False),
+    weights_renormalised(False),
     rotation=rotations(base=500_000.0),
     defaults=(100352, 4096, 4096, 11008, 32, 32),
 )
@@ -446,7 +456,7 @@ ERNIE4_5_MOE = mixture(
     "Ernie4_5_MoeForCausalLM",
     ("moe_num_experts", 64, 6),
     always(rotary_interleaved=True, moe_router_enable_expert_bias=True),
-    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 1536),
+    expert_width(1536),
     shared_experts(2, "moe_num_shared_experts"),
     Setting(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _interval, _write_interval),
     # It also adds biases to the output layer.
@@ -473,8 +483,8 @@ MELLUM = mixture(
     "MellumForCausalLM",
     ("num_experts", 64, 8),
     always(qk_norm="head"),
-    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 896),
-    opposite("norm_topk_prob", "moe_router_pre_softmax", True),
+    expert_width(896),
+    weights_renormalised(True),
     layers_by_type(0),
     ignored("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
     rotation=rotations_by_layer(window_by_type(1, tokens=1024), 500_000.0, nested=True, older=False),
@@ -495,7 +505,7 @@ _DELTA_NETS: tuple[Setting, ...] = (
 )
 _WITH_EXPERTS: tuple[Setting, ...] = (
     *_DELTA_NETS,
-    same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, 512),
+    expert_width(512),
     same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", COUNT, 512),
     always(moe_shared_expert_gate=True),
 )
@@ -515,7 +525,7 @@ QWEN3_NEXT = mixture(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     ("num_experts", 512, 10),
-    *(LISTED_LAYERS, opposite("norm_topk_prob", "moe_router_pre_softmax", True), *_WITH_EXPERTS),
+    *(LISTED_LAYERS, weights_renormalised(True), *_WITH_EXPERTS),
     key_heads=2,
     defaults=(151936, 32768, 2048, 5632, 48, 16),
     **_QWEN | {"tensors": replace(_QWEN["tensors"], grouped=True)},

@@ -13,6 +13,7 @@ from megatron_terapipe.huggingface.families.layer_settings import (
 from megatron_terapipe.huggingface.families.mixtures import (
     BIASED_SIGMOID,
     ONE_WIDTH,
+    expert_width,
     layers_by_type,
     layers_of_experts,
     mixture,
@@ -30,21 +31,14 @@ from megatron_terapipe.huggingface.families.settings import (
     biases,
     fixed,
     ignored,
-    same,
 )
-
-
-def _width(default: int) -> Setting:
-    """Return the setting of the width of an expert."""
-    return same("moe_intermediate_size", "moe_ffn_hidden_size", COUNT, default)
-
 
 DOTS1 = mixture(
     "dots1",
     "Dots1ForCausalLM",
     ("n_routed_experts", None, None),
     always(qk_norm="head"),
-    _width(1408),
+    expert_width(1408),
     *sigmoid_routing(1.0, renormalised=False),
     shared_experts(0),
     layers_of_experts(0),
@@ -58,7 +52,7 @@ SOLAR_OPEN = mixture(
     "solar_open",
     "SolarOpenForCausalLM",
     ("n_routed_experts", 128, 8),
-    _width(1280),
+    expert_width(1280),
     *sigmoid_routing(1.0),
     shared_experts(1),
     rotation=rotations(base=1_000_000.0),
@@ -112,7 +106,7 @@ EXAONE_MOE = mixture(
     "ExaoneMoeForCausalLM",
     ("num_experts", 64, 8),
     always(qk_norm="head"),
-    _width(1024),
+    expert_width(1024),
     *sigmoid_routing(2.5),
     shared_experts(1, "num_shared_experts"),
     layers_by_type(1, "first_k_dense_replace"),
@@ -141,7 +135,7 @@ HY_V3 = mixture(
     ("num_experts", 192, 8),
     always(qk_norm="head"),
     BIASED_SIGMOID,
-    _width(1536),
+    expert_width(1536),
     scaled_weights(2.826, "router_scaling_factor"),
     shared_experts(1, "num_shared_experts"),
     layers_by_type(1),
@@ -174,7 +168,7 @@ AFMOE = mixture(
     ("num_experts", 64, 6),
     always(qk_norm="head", norm_placement="both", attention_output_gate=True),
     BIASED_SIGMOID,
-    _width(1408),
+    expert_width(1408),
     scaled_weights(1.0, "route_scale"),
     shared_experts(2, "num_shared_experts"),
     layers_of_experts(1, "num_dense_layers"),

@@ -249,6 +249,8 @@ def test_a_model_is_written_as_the_first_family_that_has_it() -> None:
     assert family_of(read("mistral", sliding_window=None)).name == "llama"
     assert family_of(read("phi3", sliding_window=9)).name == "mistral"
     assert family_of(read("opt")).name == "gpt2"
+    # Families of pairs of parts are compared, too.
+    assert family_of(read("nemotron_h", hybrid_override_pattern="M*--")).name == "nemotron_h"
 
 
 def sizes(*numbers: int) -> dict[str, int]:

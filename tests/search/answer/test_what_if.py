@@ -18,6 +18,7 @@ from megatron_terapipe.search.answer.what_if import (
     best_on_parts,
     on_fewer_devices,
     sizes_of_parts,
+    what_ifs,
     with_found_order,
     with_less_headroom,
 )
@@ -173,6 +174,19 @@ def test_less_headroom_is_said_where_it_saves_time(saves: float, said: bool) -> 
     if found is not None:
         peak = max(rank.total for rank in full.price.memory) / asked.problem.cluster.nodes[0].device.memory_bytes
         assert found.value == pytest.approx(1 - peak, abs=1e-3) and f"--memory-headroom {found.value:g}" in found.line
+
+
+def test_a_longer_search_is_named_where_it_could_save_time() -> None:
+    asked = question(small_problem(global_batch_size=8))
+    result = asked.search(effort=1.0)
+    said = {
+        saves: [each.line for each in what_ifs(asked, replace(result, could_save=saves)) if each.name == "effort"]
+        for saves in (0.004, 0.112)
+    }
+    assert said == {
+        0.004: [],
+        0.112: ["a strategy that was not simulated could be 11.2% faster at most: more --effort finds it"],
+    }
 
 
 ONE_NODE = parse_cluster({"nodes": [{"device": "A100-80GB", "devices": 8}]}, "cluster")[0]
