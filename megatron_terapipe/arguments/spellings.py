@@ -67,7 +67,8 @@ class Spellings:
         self._check_other_partitions(given)
         each, model_chunks = self.num_layers_per_virtual_pipeline_stage, given.get("num_model_chunks")
         if self.pipeline_model_parallel_layout is not None:
-            stages, model_chunks = layout_stages(self.pipeline_model_parallel_layout, num_ranks)
+            further = given.get("mtp_num_layers") or 0
+            stages, model_chunks = layout_stages(self.pipeline_model_parallel_layout, num_ranks, further)
             return {"stage_partition": str(stages), "num_model_chunks": model_chunks}
         found: dict[str, Any] = {}
         embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
@@ -193,18 +194,21 @@ MOST_LAYERS = 10_000
 _REPEATED_LAYERS = re.compile(r"(?:\(([^()*]*)\)|([^()*|]))\*([0-9]{1,5})")
 
 
-def layout_stages(text: str, num_ranks: int) -> tuple[StagePartition, int]:
+def layout_stages(text: str, num_ranks: int, mtp_num_layers: int = 0) -> tuple[StagePartition, int]:
     """Return the transformer layers of each stage, and the number of model chunks.
 
     Args:
         num_ranks: pipeline ranks. Stage i belongs to rank i mod `num_ranks`, as in Megatron.
+        mtp_num_layers: layers that predict further tokens, each an m, on the stage of the output layer.
     """
     stages = _expanded_layout(text).split("|")
-    if unknown := sorted({*"".join(stages)} - {*"EtL"}):
-        about = (
-            "for multi-token prediction, which models here do not have" if "m" in unknown else "not among E, t and L"
+    if unknown := sorted({*"".join(stages)} - {*"EtmL"}):
+        raise ConfigError(f"{LAYOUT} {text}: {unknown[0]} is not among E, t, m and L: write another layout")
+    if "".join(stages).count("m") != mtp_num_layers or not stages[-1].removesuffix("L").endswith("m" * mtp_num_layers):
+        raise ConfigError(
+            f"{LAYOUT} {text}: --mtp-num-layers {mtp_num_layers} is as many m before the L, on its stage: end it with "
+            f"{'m' * mtp_num_layers}L"
         )
-        raise ConfigError(f"{LAYOUT} {text}: {unknown[0]} is {about}: write another layout")
     first, last = stages[0], stages[-1]
     whole = "".join(stages)
     if not (
