@@ -306,5 +306,5 @@ class DeepSpeedCosts(CostModel):
         ranks = strategy.pipeline_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks)
         counts = self.counter.count(partition, ranks, strategy.tensor_parallel_size)
-        step = self.step(counts, self.groups(strategy), strategy.zero_stage)
+        step = self.step([counts], self.groups(strategy), strategy.zero_stage)
         return step._replace(shared_weight=step.shared_weight * (SHARED_WEIGHT_BYTES / REDUCTION_BYTES))

@@ -256,7 +256,7 @@ class CostModel:
         The real schedule takes a few per cent longer or shorter, with all of them alike.
         """
         placed, found = self.placed(strategy), []
-        step = self.step(placed.counts, placed.groups, *placed.zero)
+        step = self.step([placed.counts], placed.groups, *placed.zero)
         for replicas, stages, ops in self._by_replica(placed):
             reduction = self._shown_reduction_s(placed, step, stages, ops)
             ends = sum(np.max(each, axis=0) for each in (reduction, step.shared_weight, step.optimizer))
@@ -330,7 +330,7 @@ class CostModel:
         reducing, exchanging, routing = alone[[TENSOR_PARALLEL, HEAD_EXCHANGE, EXPERT_EXCHANGE]]
         busy = _by_rank(ops[running].sum(axis=0, keepdims=True), ranks)[0, :, 0]
         busiest = int(np.argmax(busy))
-        step = self.step(placed.counts, placed.groups, *placed.zero)
+        step = self.step([placed.counts], placed.groups, *placed.zero)
         reduction = self._shown_reduction_s(placed, step, stages, ops)
         blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
         waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
@@ -525,13 +525,15 @@ class CostModel:
         )
 
     def step(
-        self, counts: LayerCounts, groups: RankGroups, zero_stage: int, zero_shard_size: int | None = None
+        self, partitions: Sequence[LayerCounts], groups: RankGroups, zero_stage: int, zero_shard_size: int | None = None
     ) -> StepCosts:
-        """Return the end of the iteration, arrays of [P, m] seconds, without overlap."""
+        """Return the end of the iteration without overlap: [P, n] seconds of n stage partitions, or [P, m] of one."""
         column = np.s_[:, None]
+        counts = [(each.parameters, each.shared_parameters, each.expert_parameters) for each in partitions]
+        parameters, shared, of_experts = np.array(counts).transpose(1, 2, 0)
         return step_costs(
-            counts.parameters[column],
-            counts.shared_parameters[column],
+            parameters,
+            shared,
             ShardLinks(*(each.at(column) for each in groups.shards(zero_shard_size))),
             groups.ends.at(0),
             np.array([[min(map(reachable_bandwidth, devices))] for devices in groups.devices]),
@@ -539,7 +541,7 @@ class CostModel:
             precision=self.precision,
             software=self.software,
             efficiency=self.efficiency,
-            expert_parameters=counts.expert_parameters[column],
+            expert_parameters=of_experts,
             expert_topology=groups.expert_copies.at(column),
         )
 

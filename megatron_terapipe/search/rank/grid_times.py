@@ -280,12 +280,12 @@ def grid_times(
     """
     micro_batches, num_token_slices = _sizes(grid)
     layers = [(layer.output_elements, layer.extra_output_elements) for layer in cost_model.workload.layers]
-    priced = []
+    wanted = []
     for (model_chunks, place), found in counts.items():
         if orders := [row for row, order in enumerate(grid.order) if order[1] == model_chunks and pairs[row, place]]:
-            elements = tuple(layers[index] for index in found.last_layers)
-            steps = [cost_model.step(found, groups, *each) for each in grid.zero]
-            priced.append((place, found, elements, steps, orders))
+            wanted.append((place, found, tuple(layers[index] for index in found.last_layers), orders))
+    partitions = [found for _, found, *_ in wanted]
+    ends = [cost_model.step(partitions, groups, *each) for each in grid.zero]
 
     def of_replicas(alike: RankGroups) -> tuple[Floats, Floats]:
         """Price the grid with the devices and links of one kind of replica; all of them end the iteration together."""
@@ -293,7 +293,7 @@ def grid_times(
         bound = np.full(grid.shape, np.inf)
         of_kinds = KindTables.of(alike, lambda device, links: tables.table(grid, device, links), axis=2)
         sent: dict[tuple[tuple[float, float], ...], MessageTimes] = {}
-        for place, found, elements, steps, orders in priced:
+        for number, (place, found, elements, orders) in enumerate(wanted):
             ops = rank_ops(grid, of_kinds, found, cost_model.efficiency.op_s)
             if elements not in sent:
                 sent[elements] = message_times(grid, alike, cost_model, elements, tables.splits(grid))
@@ -322,8 +322,9 @@ def grid_times(
                         schedule, grid.layout.pipeline_parallel_size, model_chunks, micro_batches, num_token_slices
                     ),
                 )
-                for zero, step in enumerate(steps):
-                    step_s = _step_s(step, covering, cost_model, grid.zero[zero][0])
+                for zero, (end, (zero_stage, _)) in enumerate(zip(ends, grid.zero, strict=True)):
+                    step = StepCosts(*(np.asarray(part)[:, number] for part in end))
+                    step_s = _step_s(step, covering, cost_model, zero_stage)
                     estimate[order, place, ..., zero] = estimate_s + step_s
                     bound[order, place, ..., zero] = bound_s + step_s
         return estimate, bound
@@ -373,7 +374,7 @@ def _step_s(step: StepCosts, covering: CoveringOps, model: CostModel, zero_stage
     """
     fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.efficiency.iteration_s
     communication = model.software.communication
-    first = StepCosts(*(float(np.ravel(part)[0]) for part in step))
+    first = StepCosts(*(float(np.asarray(part)[0]) for part in step))
     if not communication.overlaps_gradient_reduction:
         first = first._replace(gradient_reduction=float(np.max(step.gradient_reduction)))
     shown = exposed_reduction_s(first, covering, communication, model.efficiency, zero_stage=zero_stage)
