@@ -395,7 +395,11 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     # The backward of a token slice frees the gradients of its own keys and values; the first that runs has none yet.
     goes = goes + np.where(is_turn & ~last, own * of_token.key_value_gradients, 0.0)
     goes = goes + np.where(is_turn & first, in_reach, 0.0)
-    held_key_values = _during(comes, goes) - _on_host(copies, Content.KEYS_AND_VALUES, len(own.T))
+    held_key_values = _during(comes, goes)
+    # Copies are of all layers; keys and values of layers with a window are among activations.
+    on_host = _on_host(copies, Content.KEYS_AND_VALUES, len(own.T))
+    held_activations = held_activations - np.maximum(on_host - held_key_values, 0.0)
+    held_key_values = np.maximum(held_key_values - on_host, 0.0)
     working = np.where(is_turn, working_bytes(own, of_token, head_working, of_stage.limits), 0.0)
     at = np.argmax(held_activations + held_logits + held_key_values + working, axis=-1, keepdims=True)
     parts = held_activations, held_key_values, held_logits, working

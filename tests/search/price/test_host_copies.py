@@ -18,7 +18,8 @@ from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.price.machines import NODE, gpt
 
-GPT = gpt_workload(gpt(16, 1024, 8, 16384, 1024, num_key_value_heads=4))
+MODEL = gpt(16, 1024, 8, 16384, 1024, num_key_value_heads=4)
+GPT = gpt_workload(MODEL)
 
 
 def host_bytes(copies):
@@ -70,6 +71,9 @@ def test_devices_hold_tensors_that_are_needed_soon() -> None:
     few = small.host_copies(STRATEGY)
     assert few is not None and host_bytes(few.ranks[0]) <= most / 2 * (1 + 1e-9)
     assert small.memory(STRATEGY)[0].total > copied[0].total
+    # Keys and values of layers with a window are among activations, also where they are on hosts.
+    windows = Pricing(gpt_workload(replace(MODEL, sliding_window=64)), cluster()).memory(STRATEGY)
+    assert min(min(each.activations, each.key_values) for each in windows) >= 0 and windows[0].total < kept[0].total
 
 
 def test_copies_over_slow_links_are_left_out_and_never_make_a_strategy_faster() -> None:
