@@ -30,6 +30,7 @@ from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.learn.calibration import uncalibrated
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, propose
 from megatron_terapipe.search.learn.fit import NOISE, Sample, fit
+from megatron_terapipe.search.learn.priors import Prior
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.learn.validation import (
     PredictedTrial,
@@ -39,7 +40,7 @@ from megatron_terapipe.search.learn.validation import (
     summary,
 )
 from megatron_terapipe.search.machine.trainer_files import read_trainers
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "benchmarks" / "search-peers.csv"

@@ -20,8 +20,9 @@ from megatron_terapipe.search.answer.figures import bandwidth_text, difference_t
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
 from megatron_terapipe.search.learn.fit import times_with
+from megatron_terapipe.search.learn.priors import Prior, most_of, moved
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
 from megatron_terapipe.search.rank.search import NEARLY_AS_FAST, Ranked
 
 Floats = NDArray[np.float64]
@@ -76,7 +77,7 @@ def moves_of(constants: Any, widths: Mapping[str, float]) -> Iterator[Move]:
         for sign in (1, -1) if names else ():
             logarithm = sign * widths[names[0]]
             if not isinstance(value, tuple):
-                logarithm = min(logarithm, log(HIGHEST * each.metadata["most"] / value))
+                logarithm = min(logarithm, log(HIGHEST * most_of(each.name) / value))
             if sign * logarithm > 0:
                 yield Move(each.name, logarithm, moved(constants, names, logarithm))
 

@@ -43,10 +43,11 @@ from megatron_terapipe.search.learn.fit import (
     log_slopes,
     weights_of,
 )
+from megatron_terapipe.search.learn.priors import Prior
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, RememberedTimes
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile

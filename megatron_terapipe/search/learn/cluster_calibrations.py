@@ -38,6 +38,7 @@ from megatron_terapipe.search.learn.calibration import (
     calibrate_on_profile,
     no_calibration,
 )
+from megatron_terapipe.search.learn.priors import Prior
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.documents import read_document
@@ -51,7 +52,7 @@ from megatron_terapipe.search.machine.entries import (
     read_entry,
 )
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.price.profile import Profile
 from megatron_terapipe.strategy import Strategy

@@ -45,9 +45,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.search.learn.priors import Prior, moved, side_by_side
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import Prior, moved, side_by_side
 from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy

@@ -1,112 +1,18 @@
 """Share of the data sheet that is reached, the same for every strategy: the constants that calibration fits.
 
-A constant is a field declared by `constant` or `factors`, with its default and the width of its prior.
 `HardwareEfficiency` holds constants of time, `memory.MemoryOverheads` of memory. `GENERATIONS` has the reach of
 kernels on each generation of devices, relative to an A100.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from math import inf
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.devices import EIGHT_BITS, Device
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
-
-Constants = TypeVar("Constants", bound=Any)
-"""A dataclass of constants."""
-
-
-def constant(default: float, prior_width: float | None = None, *, most: float = inf) -> Any:
-    """Declare a constant as a field of a dataclass.
-
-    Args:
-        prior_width: standard deviation of its logarithm before any trial was seen; None = it is never fitted.
-        most: greatest value that a fit may give it; 1 for shares.
-    """
-    return field(default=default, metadata={"prior_width": prior_width, "most": most})
-
-
-def factors(number: int, prior_width: float) -> Any:
-    """Declare a row of factors, each 1 by default, as one field: constants called `name[0]`, `name[1]`, ..."""
-    return field(default=(1.0,) * number, metadata={"prior_width": prior_width, "most": inf})
-
-
-def _names(name: str, value: float | tuple[float, ...]) -> Iterable[str]:
-    return [f"{name}[{index}]" for index in range(len(value))] if isinstance(value, tuple) else [name]
-
-
-def _value(constants: Any, name: str) -> float:
-    field_name, bracket, index = name.partition("[")
-    value = getattr(constants, field_name)
-    return float(value[int(index[:-1])] if bracket else value)
-
-
-def _with_values(constants: Constants, values: Mapping[str, float]) -> Constants:
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
-        field_name, bracket, index = name.partition("[")
-        if not bracket:
-            changes[field_name] = value
-            continue
-        row = changes.setdefault(field_name, list(getattr(constants, field_name)))
-        row[int(index[:-1])] = value
-    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-    found: Constants = replace(constants, **frozen)
-    return found
-
-
-@dataclass(frozen=True)
-class Prior(Generic[Constants]):
-    """Prior distribution of constants, before any trial. Make it with `of`."""
-
-    start: Constants
-    names: tuple[str, ...]
-    widths: NDArray[np.float64]
-    """[p] standard deviations of their logarithms."""
-    most: NDArray[np.float64]
-    """[p] greatest logarithms of constant / start."""
-
-    @classmethod
-    def of(cls, start: Constants) -> "Prior[Constants]":
-        """Return the prior around constants, as their fields declare it."""
-        names, widths, most = [], [], []
-        for each in fields(start):
-            width = each.metadata.get("prior_width")
-            if width is None:
-                continue
-            for name in _names(each.name, getattr(start, each.name)):
-                names.append(name)
-                widths.append(width)
-                most.append(np.log(each.metadata["most"]) - np.log(_value(start, name)))
-        return cls(start, tuple(names), np.array(widths), np.array(most))
-
-    def at(self, logs: NDArray[np.float64]) -> Constants:
-        """Return the constants for [p] logarithms of constant / start."""
-        values = zip(self.names, logs, strict=True)
-        return _with_values(self.start, {name: _value(self.start, name) * float(np.exp(log)) for name, log in values})
-
-
-def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
-    """Return the constants with `logarithm` added to the logarithms of some."""
-    return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})
-
-
-def side_by_side(constants: Sequence[Constants]) -> Constants:
-    """Return m sets of constants as one set of arrays [m]; those that are equal in all stay numbers."""
-    first, found = constants[0], {}
-    for each in fields(first):
-        values = [getattr(one, each.name) for one in constants]
-        if any(value != values[0] for value in values):
-            columns = np.array(values).T
-            found[each.name] = tuple(columns) if columns.ndim > 1 else columns
-    joined: Constants = replace(first, **found)
-    return joined
-
 
 RANKS = (2, 4, 8)
 """Numbers of ranks with a factor."""
@@ -177,62 +83,60 @@ class HardwareEfficiency:
       A100, H100, H200, B200 and GB200, with a mean error of 13 to 17 % (`python -m benchmarks.kernel_efficiency`).
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
     - `fused_attention`: the speed of the kernels outside of training.
-    - the rest are guesses with wide priors.
-
-    The second number of a field is the width of its `Prior`; fields without one are not fitted.
+    - the rest are guesses with wide priors (`learn/priors.py`).
     """
 
-    gemm_efficiency: float = constant(0.78, 0.15, most=1.0)
+    gemm_efficiency: float = 0.78
     """Share of the peak that large matrix products reach on an A100."""
     gemm_depth: float = 60.0
     """Inputs of a product at which half its time is prologue and epilogue of the tiles."""
-    gemm_area: float = constant(1.0e6, 0.7)
+    gemm_area: float = 1.0e6
     """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
-    attention_efficiency: float = constant(0.42, 0.4, most=1.0)
+    attention_efficiency: float = 0.42
     """Share of the peak that batched products of scores and values reach."""
-    fused_attention: float = constant(1.0, 0.2)
+    fused_attention: float = 1.0
     """Speed of fused kernels of attention in training, relative to the kernel outside of training."""
-    misaligned_efficiency: float = constant(0.1, 0.5, most=1.0)
+    misaligned_efficiency: float = 0.1
     """Relative speed of attention with a head size that no tensor core can read (not a multiple of 8 numbers of 2
     bytes; NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1)."""
-    memory_efficiency: float = constant(0.85, 0.25, most=1.0)
+    memory_efficiency: float = 0.85
     """Share of the memory bandwidth that element-wise work reaches on an A100."""
-    launch_s: float = constant(30e-6, 0.7)
+    launch_s: float = 30e-6
     """Host time of one launch, its share of Python and of autograd included."""
-    launch_jitter: float = constant(0.1, 0.7)
+    launch_jitter: float = 0.1
     """Delay of a host, as a share of its launches, for each doubling of the tensor-parallel ranks that wait for each
     other."""
-    launch_exposed: float = constant(0.1, 1.0, most=1.0)
+    launch_exposed: float = 0.1
     """Share of the shorter of launching and computing that the longer does not hide; 1 where the host waits for each
     kernel (CUDA_LAUNCH_BLOCKING)."""
-    overlap_exposed: float = constant(0.1, 1.0, most=1.0)
+    overlap_exposed: float = 0.1
     """Exposed share of reductions and gathers under ops, as they take multiprocessors and memory bandwidth from the
     ops."""
-    whole_loss_factor: float = constant(1.0, 0.7)
+    whole_loss_factor: float = 1.0
     """Memory traffic of the loss where one rank has the whole vocabulary, relative to ranks that share it."""
-    inside_efficiency: float = constant(0.75, 0.2, most=1.0)
+    inside_efficiency: float = 0.75
     """Share of a link inside a node that collectives reach."""
-    network_efficiency: float = constant(0.5, 0.7, most=1.0)
+    network_efficiency: float = 0.5
     """Share of a network card that collectives reach."""
-    transfer_inside_efficiency: float = constant(0.18, 0.5, most=1.0)
+    transfer_inside_efficiency: float = 0.18
     """Share of a link inside a node that it reaches: it takes few of its lanes at once."""
-    transfer_network_efficiency: float = constant(0.8, 0.3, most=1.0)
+    transfer_network_efficiency: float = 0.8
     """Share of a network card that one message between stages reaches."""
     host_efficiency: float = 0.8
     """Share of the link between a device and its host's page-locked memory that copies reach."""
-    collective_s: float = constant(10e-6, 0.7)
+    collective_s: float = 10e-6
     """Start of a collective, in addition to the latency of its links."""
     collective_fill_s: float = 28e-6
     """Time for which the chunks of a large message fill the ring, in each round (`links.FILLING_BYTES`)."""
     transfer_s: float = 30e-6
     """Start of a message between stages, in addition to the latency of its link."""
-    optimizer_passes: float = constant(1.8, 0.3)
+    optimizer_passes: float = 1.8
     """Number of times that the optimizer step reads or writes the state of a parameter."""
     op_s: float = 0.0
     """Gap of the executor between two ops of a rank."""
-    iteration_s: float = constant(0.003, 1.0)
+    iteration_s: float = 0.003
     """Fixed time of an iteration, whatever its size."""
-    reductions: tuple[float, ...] = factors(NUM_REDUCTION_FACTORS, 0.25)
+    reductions: tuple[float, ...] = (1.0,) * NUM_REDUCTION_FACTORS
     """Seconds of reductions inside a node, relative to the formula; by ranks and bytes (`reduction_factor`)."""
 
 
@@ -330,19 +234,15 @@ def reachable_bandwidth(device: Device) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileFactors:
-    """Seconds in training per second of the profile.
+    """Seconds in training per second of the profile."""
 
-    The priors are guesses: the one of `ops` is wide enough for two ranks on the cores of one, the one of `messages`
-    for collectives that wait for a busy processor.
-    """
-
-    ops: float = constant(1.0, 0.4)
+    ops: float = 1.0
     """Of the ops of layers."""
-    messages: float = constant(1.0, 0.8)
+    messages: float = 1.0
     """Of collectives and of messages between stages, beyond the latency of their links."""
-    gaps: float = constant(1.0, 0.7)
+    gaps: float = 1.0
     """Of the gaps of the executor between two ops of a rank."""
-    step: float = constant(1.0, 0.5)
+    step: float = 1.0
     """Of the end of an iteration: the optimizer, and the fixed time of an iteration."""
 
     def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:

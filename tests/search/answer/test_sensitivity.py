@@ -7,9 +7,10 @@ import pytest
 
 from megatron_terapipe.search.answer.sensitivity import FACTOR, moves_of, other_constants, widths_of
 from megatron_terapipe.search.learn.calibration import NETWORK, no_calibration
+from megatron_terapipe.search.learn.priors import moved
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.rank.search import Ranked, contenders_of, ranked_in_order
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import small_problem

@@ -32,11 +32,12 @@ from megatron_terapipe.search.learn.cluster_calibrations import (
     write_calibrations,
 )
 from megatron_terapipe.search.learn.fit import GroupEffects
+from megatron_terapipe.search.learn.priors import Prior
 from megatron_terapipe.search.machine import library
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.strategy import Strategy
 from tests.search.learn.synthetic import CLUSTER, STRATEGIES, a100s, failed, measured, model_with

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import TransferCosts
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.fit import times_with
+from megatron_terapipe.search.learn.priors import Prior, moved
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.stages import LayerCounter, reductions
 from megatron_terapipe.search.price.workload import Workload, gpt_workload
