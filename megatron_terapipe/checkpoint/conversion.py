@@ -339,7 +339,7 @@ def export_megatron(
     layers = _verified_layers(directory, info, model, dtype, progress)
     iteration = output / (f"iter_{info.iteration:07d}" if info.iteration else MEGATRON_RELEASE)
     iteration.mkdir(parents=True)
-    writer, rows = DistributedWriter(iteration, model.num_layers), model.padded_vocab_size()
+    writer, rows = DistributedWriter(iteration, model), model.padded_vocab_size()
     # The rows that pad the vocabulary belong to the tensors there.
     padded = replace(model, vocab_size=rows)
     for index, layer in layers:

@@ -53,16 +53,23 @@ _IN_BUFFERS = (
     "it is in buffers of the distributed optimizer's ranks; --ckpt-format torch_dist with "
     "--dist-ckpt-optim-fully-reshardable saves it by weight"
 )
-_OUTPUT_CUT = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")
-"""Modules whose outputs are shared by tensor-parallel ranks."""
-_WITH_EXTRA_STATE = tuple(f"{each}.weight" for each in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+_OUTPUT_CUT = (
+    *("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1", "eh_proj"),
+    *("linear_q_down_proj", "linear_kv_down_proj", "core_attention", "word_embeddings", "output_layer"),
+)
+"""Modules whose outputs are shared by tensor-parallel ranks; those to latents in megatron-core's own layers only."""
+_WITH_EXTRA_STATE = ("_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
 _INPUT_CUT = ("linear_proj.weight", "linear_fc2.weight")
 """Weights whose inputs are."""
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
 """Beginnings of the names of norms in layers of Transformer Engine, and in megatron-core's own."""
+_WRITTEN_NORMS = {False: _FUSED_NORMS[:2], True: _FUSED_NORMS[1:]}
+"""These without and with latent attention, where the norm before attention has a name of its own."""
 _OF_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.(?:weight|bias))(\d+))$")
 """Names of an expert's weights in `SequentialMLP` and in `TEGroupedMLP`; saved is one tensor of all experts."""
 
@@ -238,7 +245,11 @@ class MegatronFiles:
         keys = (key for key in self.common if re.fullmatch(r"model\d*", key))
         chunks = sorted(keys, key=lambda key: int(key[5:] or 0))
         states = self._states_of_ranks(files, chunks)
-        gated = bool(getattr(self.common["args"], "swiglu", False))
+        args = self.common["args"]
+        gated = any(getattr(args, name, False) for name in ("swiglu", "quick_geglu"))
+        to_latents = {"linear_q_down_proj": getattr(args, "q_lora_rank", None)}
+        if getattr(args, "multi_latent_attention", False):
+            to_latents["linear_kv_down_proj"] = args.kv_lora_rank + args.qk_pos_emb_head_dim
         before = 0
         for chunk in chunks:
             for stage, ranks in enumerate(files):
@@ -251,10 +262,12 @@ class MegatronFiles:
                     name = _in_own_layers(name)
                     if not isinstance(tensor, Tensor) or name in self.weights:
                         continue
-                    self.weights[name] = _joined(name, [rank[chunk][local] for rank in ranks], gated)
+                    self.weights[name] = _joined(name, [rank[chunk][local] for rank in ranks], gated, to_latents)
                     of_ranks = [each.get((chunk, local), {}) for each in states[stage]]
                     for state in of_ranks[0]:
-                        self._states_named(state)[name] = _joined(name, [each[state] for each in of_ranks], gated)
+                        self._states_named(state)[name] = _joined(
+                            name, [each[state] for each in of_ranks], gated, to_latents
+                        )
                 before += layers
 
     def _states_of_ranks(self, files: Sequence[Sequence[Any]], chunks: Sequence[str]) -> list[list[_StatesOfRank]]:
@@ -269,12 +282,16 @@ class MegatronFiles:
         return [[{} for _ in ranks] for ranks in files]
 
 
-def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Whole:
-    """Return a tensor in the parts of tensor-parallel ranks."""
+def _joined(name: str, parts: Sequence[Tensor], gated: bool, rows: Mapping[str, int | None]) -> Whole:
+    """Return a tensor in the parts of tensor-parallel ranks.
+
+    Args:
+        rows: of some modules, by which the tensor of a rank is known to be whole.
+    """
     shape = list(parts[0].shape)
     module = name.rpartition(".")[0]
     cut = 0 if module.endswith(_OUTPUT_CUT) else 1 if name.endswith(_INPUT_CUT) else None
-    if cut is None or len(parts) == 1:
+    if cut is None or len(parts) == 1 or shape[0] == rows.get(module.rpartition(".")[2]):
         return Whole(tuple(shape), [([0] * len(shape), parts[0].detach)])
     shape[cut] *= len(parts)
     # Of each rank first its part of the gate, then its part of the other half.
@@ -480,8 +497,8 @@ class NamedWeights:
 class DistributedWriter:
     """Writes the weights of a model in format `torch_dist`, a file for each pipeline layer."""
 
-    def __init__(self, directory: Path, num_layers: int) -> None:
-        self._directory, self._num_layers = directory, num_layers
+    def __init__(self, directory: Path, model: ModelConfig) -> None:
+        self._directory, self._model = directory, model
         self._metadata = dcp.Metadata(state_dict_metadata={}, storage_data={}, version="1.0.0")
         self._num_files = 0
 
@@ -490,17 +507,17 @@ class DistributedWriter:
         name_of_file = f"__{self._num_files}_0.distcp"
         with (self._directory / name_of_file).open("wb") as file:
             for name, tensor in tensors.items():
-                for fused, own in _FUSED_NORMS:
+                for fused, own in _WRITTEN_NORMS[self._model.multi_latent_attention]:
                     name = name.replace(own, fused)
                 key, offset, size = name, (0,) * tensor.dim(), tuple(tensor.shape)
+                layer, layers = 0, 1
                 if match := _OF_LAYER.match(name):
-                    layer = int(match[1])
+                    layer, layers = int(match[1]), self._model.num_layers
                     key, offset, tensor = LAYERS + name[match.end() :], (layer, *offset), tensor[None]
-                    size = (self._num_layers, *size)
-                    if key.endswith(_WITH_EXTRA_STATE):
-                        # Modules of Megatron have another object, without content here.
-                        module = key.removesuffix("weight")
-                        self._add(file, f"{module}_extra_state/shard_{layer}_{self._num_layers}", [None])
+                    size = (layers, *size)
+                if key.endswith(_WITH_EXTRA_STATE):
+                    # Modules of Megatron have another object, without content here.
+                    self._add(file, f"{key.removesuffix('weight')}_extra_state/shard_{layer}_{layers}", [None])
                 properties = dcp.TensorProperties(dtype=tensor.dtype)
                 whole = dcp.TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[])
                 whole = self._metadata.state_dict_metadata.setdefault(key, whole)

@@ -7,6 +7,7 @@ declaration reads a model, writes it, and finds the settings that it cannot expr
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_
 from megatron_terapipe.checkpoint.inert_pickles import load_without_tensors
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.latent import yarn_factor
 from megatron_terapipe.config.layers import window_of_megatron
-from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, CheckpointError, ConfigError, first_line
-from megatron_terapipe.huggingface.families.family import Family, TensorNames
+from megatron_terapipe.errors import CheckpointError, ConfigError, first_line
+from megatron_terapipe.huggingface.families.family import Family, FurtherNames, LatentNames, TensorNames
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
+    NATURAL,
     NUMBER,
     SWITCH,
     WORD,
@@ -129,6 +132,11 @@ _YARN: Mapping[str, tuple[str, float]] = {
 """Numbers of YaRN by their names there: ours, and Megatron's defaults."""
 
 
+def _read_yarn(file: SettingsFile, begin: str = "") -> dict[str, Any]:
+    numbers = {name: file.value(begin + name, NUMBER, None, nullable=True) for name in _YARN}
+    return {ours: numbers[name] or default for name, (ours, default) in _YARN.items()}
+
+
 def _read_positions(file: SettingsFile, fields: Fields) -> Fields:
     kind = file.value("position_embedding_type", WORD, "learned_absolute")
     if file.value("use_rotary_position_embeddings", SWITCH, False):
@@ -136,12 +144,48 @@ def _read_positions(file: SettingsFile, fields: Fields) -> Fields:
     elif kind == "learned_absolute" and not file.value("add_position_embedding", SWITCH, True):
         kind = "none"
     elif kind == "yarn":
-        numbers = {name: file.value(f"yarn_{name}", NUMBER, None, nullable=True) for name in _YARN}
-        found = {ours: numbers[name] or default for name, (ours, default) in _YARN.items()}
-        return {"position_embedding_type": "rope", "rotary_scaling": "yarn", **found}
+        unrounded = file.value("yarn_correction_range_round_to_int", SWITCH, None, nullable=True) is False
+        yarn = {"rotary_scaling": "yarn", "rotary_unrounded_ramp": unrounded, **_read_yarn(file, "yarn_")}
+        return {"position_embedding_type": "rope", **yarn}
     if kind not in ("learned_absolute", "rope", "none"):
         raise ConfigError(f"{file.where} has positions of type {kind}: this model cannot be trained here")
     return {"position_embedding_type": kind}
+
+
+_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_NOT_NEGATIVE = Kind("a number, 0 or more", lambda value: value == 0 or NUMBER.fits(value))
+
+
+def _read_latents(file: SettingsFile, fields: Fields) -> Fields:
+    """Return the sizes of latent attention and its rotations, which replace the rotations of other attention.
+
+    Neighbouring channels turn together. Scores have the square of the factor of `mscale_all_dim`, without YaRN, too.
+    """
+    if not file.value("multi_latent_attention", SWITCH, False):
+        return {}
+    if fields["rotary_interleaved"]:
+        raise file.refusal("rotary_interleaved", "latent attention has an order of channels of its own")
+    sizes = {name: file.value(name, COUNT, None, nullable=name == "q_lora_rank") for name in _OF_LATENTS}
+    weights = {name: float(file.value(name, _NOT_NEGATIVE)) for name in ("mscale", "mscale_all_dim")}
+    yarn, kind = _read_yarn(file), file.expect("rope_type", (None, "yarn", "rope"))
+    factor = yarn_factor(yarn["rotary_scaling_factor"], weights["mscale_all_dim"])
+    return {
+        **{"multi_latent_attention": True, "rotary_interleaved": True, **sizes, **weights, **yarn},
+        "softmax_scale": factor**2 / sqrt(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]),
+        **({"rotary_scaling": "none", "rotary_scaling_factor": 1.0} if kind == "rope" else {"rotary_scaling": "yarn"}),
+    }
+
+
+def _write_latents(model: ModelConfig) -> Mapping[str, Any]:
+    if not model.multi_latent_attention:
+        return {}
+    same_names = (*_OF_LATENTS, "mscale", "mscale_all_dim")
+    return {
+        **{"multi_latent_attention": True, "rotary_interleaved": False},
+        "rope_type": "yarn" if model.rotary_scaling == "yarn" else "rope",
+        **{name: getattr(model, name) for name in same_names},
+        **{name: getattr(model, ours) for name, (ours, _) in _YARN.items()},
+    }
 
 
 def _read_scaling(file: SettingsFile, fields: Fields) -> Fields:
@@ -160,8 +204,14 @@ def _write_scaling(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
+_SWITCHES: Mapping[str, str] = {
+    **{"swiglu": "swiglu", "quick_geglu": "quick-geglu", "squared_relu": "squared-relu", "openai_gelu": "gelu"}
+}
+"""Activation functions by their switches."""
+
+
 def _read_activation(file: SettingsFile, fields: Fields) -> Fields:
-    for key, ours in (("swiglu", "swiglu"), ("squared_relu", "squared-relu"), ("openai_gelu", "gelu")):
+    for key, ours in _SWITCHES.items():
         if file.value(key, SWITCH, False):
             return {"activation": ours}
     # The kernel that adds the bias has the tanh form; the function of torch without it is the exact one.
@@ -172,8 +222,7 @@ def _read_activation(file: SettingsFile, fields: Fields) -> Fields:
 def _write_activation(model: ModelConfig) -> Mapping[str, Any]:
     activation = model.activation
     return {
-        "swiglu": activation == "swiglu",
-        "squared_relu": activation == "squared-relu",
+        **{key: activation == ours for key, ours in _SWITCHES.items()},
         "openai_gelu": activation == "gelu" and model.disable_bias_linear,
         "bias_gelu_fusion": activation == "gelu" and not model.disable_bias_linear,
     }
@@ -216,8 +265,6 @@ _OF_EXPERTS: Mapping[str, Kind] = {
 def _read_experts(file: SettingsFile, fields: Fields) -> Fields:
     if fields.get("num_experts") is None:
         return {}
-    if not fields["disable_bias_linear"]:
-        raise ConfigError(f"{file.where} has experts with biases: {MODEL_CANNOT_BE_TRAINED}")
     found = {name: file.value(name, kind, None, nullable=True) for name, kind in _OF_EXPERTS.items()}
     found["moe_layer_freq"] = str(file.value("moe_layer_freq", _ANY, 1))
     return {name: value for name, value in found.items() if value is not None}
@@ -233,6 +280,16 @@ NAMES = TensorNames(
     query_norm="self_attention.q_layernorm",
     key_norm="self_attention.k_layernorm",
     projection="self_attention.linear_proj",
+    sinks="self_attention.core_attention.softmax_offset",
+    latent=LatentNames(
+        query_down="self_attention.linear_q_down_proj",
+        query_norm="self_attention.q_layernorm",
+        query_up="self_attention.linear_q_up_proj",
+        query="self_attention.linear_q_proj",
+        down="self_attention.linear_kv_down_proj",
+        norm="self_attention.kv_layernorm",
+        up="self_attention.linear_kv_up_proj",
+    ),
     up=("mlp.linear_fc1",),
     down="mlp.linear_fc2",
     router="mlp.router",
@@ -246,6 +303,15 @@ NAMES = TensorNames(
     final_norm="decoder.final_layernorm",
     output="output_layer",
     not_weights=("._extra_state", "rotary_pos_emb.inv_freq"),
+    further=FurtherNames(
+        begin="mtp.layers.{}.",
+        block="mtp.layers.{}.transformer_layer.",
+        first=0,
+        words_norm="enorm",
+        hidden_norm="hnorm",
+        projection="eh_proj",
+        final_norm="final_layernorm",
+    ),
 )
 """Names of the tensors of megatron-core's `GPTModel`, with its own layers."""
 
@@ -272,7 +338,7 @@ MEGATRON = Family(
         Setting(
             (
                 *("position_embedding_type", "use_rotary_position_embeddings", "add_position_embedding"),
-                *(f"yarn_{name}" for name in _YARN),
+                *(f"yarn_{name}" for name in (*_YARN, "correction_range_round_to_int")),
             ),
             _read_positions,
             lambda model: {"position_embedding_type": model.position_embedding_type},
@@ -284,7 +350,14 @@ MEGATRON = Family(
             _read_scaling,
             _write_scaling,
         ),
-        Setting(("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion"), _read_activation, _write_activation),
+        Setting(
+            ("multi_latent_attention", "rope_type", *_OF_LATENTS, "mscale", "mscale_all_dim", *_YARN),
+            _read_latents,
+            _write_latents,
+        ),
+        Setting((*_SWITCHES, "bias_gelu_fusion"), _read_activation, _write_activation),
+        same("activation_func_clamp_value", "activation_func_clamp_value", NUMBER, None),
+        same("glu_linear_offset", "glu_linear_offset", _NOT_NEGATIVE, 0.0),
         opposite("add_bias_linear", "disable_bias_linear", True),
         same("add_qkv_bias", "add_qkv_bias", SWITCH, False),
         word("normalization", "normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}, "LayerNorm"),
@@ -299,18 +372,19 @@ MEGATRON = Family(
         *(
             fixed(name, None, False, 0, 0.0)
             for name in (
-                *("multi_latent_attention", "moe_apply_probs_on_input", "moe_latent_size", "mtp_num_layers"),
+                *("moe_apply_probs_on_input", "moe_latent_size", "mtp_use_repeated_layer", "mtp_hsm"),
                 *("hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "qk_l2_norm"),
-                *("linear_attention_freq", "activation_func_clamp_value", "use_mup"),
-                *("glu_linear_offset", "apply_residual_connection_post_layernorm", "retro_add_retriever"),
-                *("yarn_mscale_all_dim", "hybrid_layer_pattern", "quick_geglu"),
+                *("linear_attention_freq", "use_mup", "yarn_mscale_all_dim", "hybrid_layer_pattern"),
+                *("apply_residual_connection_post_layernorm", "retro_add_retriever"),
             )
         ),
-        fixed("softmax_type", "vanilla"),
+        word("softmax_type", "softmax_type", {"vanilla": "vanilla", "learnable": "learnable"}, "vanilla"),
+        same("mtp_num_layers", "mtp_num_layers", NATURAL, None),
         same("num_experts", "num_experts", COUNT, None),
         Setting(("moe_layer_freq", *_OF_EXPERTS), _read_experts),
         written(
             **{name: name for name in ("init_method_std", "hidden_dropout", "attention_dropout", "seq_length")},
+            mtp_loss_scaling_factor="mtp_loss_scaling_factor",
         ),
     ),
     tensors=NAMES,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, LatentSizes, Recurrence, prediction_layers
-from megatron_terapipe.huggingface.families.family import FurtherNames, TensorNames
+from megatron_terapipe.huggingface.families.family import FurtherNames, LatentNames, TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: 
         if shape.recurrence is not None:
             of_module = {**of_module, **_recurrence(shape.recurrence, names, block)}
         elif shape.latent is not None:
-            of_module = {**of_module, **_latent_attention(shape.latent, block)}
+            of_module = {**of_module, **_latent_attention(shape.latent, names.latent, block)}
     rules = []
     for parameter in parameters:
         in_block = parameter.removeprefix("block.")
@@ -264,15 +264,15 @@ def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, N
 
 def _experts(model: ModelConfig, names: TensorNames, block: str) -> Named:
     def rule(ours: str, kind: str) -> WeightRule:
+        matrix, _, bias = kind.partition("_")
+        tensors = names.expert_up if matrix == "up" else (names.expert_down,)
         if names.alternating_experts:
-            theirs = names.expert_up[0] if kind.startswith("up") else names.expert_down
-            bias = "_bias" if kind.endswith("_bias") else ""
-            return alternating(ours, f"{block}{theirs}{bias}", 1 + (model.gated and kind.startswith("up")))
-        theirs = [f"{block}{name}.weight" for name in (names.expert_up if kind == "up" else (names.expert_down,))]
+            return alternating(ours, f"{block}{tensors[0]}{bias and '_bias'}", 1 + (model.gated and matrix == "up"))
+        theirs = [f"{block}{name}.{bias or 'weight'}" for name in tensors]
         if "{}" in theirs[0]:
             numbered = [name.format(expert) for expert in range(model.num_experts or 0) for name in theirs]
             return stacked(ours, numbered, len(theirs))
-        return halves(ours, theirs[0], 1) if kind == "up" and model.gated else same(ours, theirs[0])
+        return halves(ours, theirs[0], 1) if matrix == "up" and model.gated else same(ours, theirs[0])
 
     return rule
 
@@ -304,10 +304,9 @@ def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
     return rule
 
 
-def _latent_attention(sizes: LatentSizes, block: str) -> Mapping[str, Named]:
+def _latent_attention(sizes: LatentSizes, names: LatentNames, block: str) -> Mapping[str, Named]:
     """The rules of latent attention: the matrix to all latents is two there, or one without a query latent."""
-    mixer = f"{block}self_attn."
-    down = {f"{mixer}q_a_proj.weight": sizes.query_rank, f"{mixer}kv_a_proj_with_mqa.weight": sizes.kept_size}
+    down = {f"{block}{names.query_down}.weight": sizes.query_rank, f"{block}{names.down}.weight": sizes.kept_size}
     parts = {name: rows for name, rows in down.items() if rows}
     to_latents = WeightRule(
         "attention.down",
@@ -317,15 +316,15 @@ def _latent_attention(sizes: LatentSizes, block: str) -> Mapping[str, Named]:
     )
     of_heads = WeightRule(
         "attention.up",
-        (f"{mixer}kv_b_proj.weight",),
+        (f"{block}{names.up}.weight",),
         lambda weight: (weight.flatten(0, 1),),
         lambda found: found[0].unflatten(0, (-1, sizes.key_size + sizes.value_size)),
     )
     return {
         "attention": lambda ours, kind: to_latents if kind == "down" else of_heads,
-        "attention.query_norm": _plain(f"{mixer}q_a_layernorm"),
-        "attention.latent_norm": _plain(f"{mixer}kv_a_layernorm"),
-        "attention.query_up": _plain(f"{mixer}{'q_b_proj' if sizes.query_rank else 'q_proj'}"),
+        "attention.query_norm": _plain(block + names.query_norm),
+        "attention.latent_norm": _plain(block + names.norm),
+        "attention.query_up": _plain(block + (names.query_up if sizes.query_rank else names.query)),
     }
 
 

@@ -57,6 +57,22 @@ class MegatronModel:
     moe_layer_freq: int | list[int] = 1
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_enable_expert_bias: bool = False
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    quick_geglu: bool = False
+    activation_func_clamp_value: float | None = None
+    glu_linear_offset: float = 0.0
+    mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 12
+    qk_head_dim: int = 8
+    qk_pos_emb_head_dim: int = 8
+    v_head_dim: int = 8
+    rope_type: Literal["rope", "yarn"] | None = None
+    rotary_scaling_factor: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
 
 MODELS = {
@@ -76,6 +92,22 @@ MODELS["E-shared"] = replace(
     **{"moe_layer_freq": [0, 1, 0, 1], "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     moe_shared_expert_intermediate_size=16,
     moe_shared_expert_gate=True,
+)
+MODELS["L"] = replace(
+    MODELS["B"],
+    **{"num_query_groups": None, "kv_channels": 8, "attention_output_gate": False},
+    **{"multi_latent_attention": True, "q_lora_rank": 20},
+    **{"rotary_scaling_factor": 40.0, "mscale": 0.5, "mscale_all_dim": 0.7, "mtp_num_layers": 1},
+)
+MODELS["L-experts"] = replace(
+    MODELS["L"],
+    **{"q_lora_rank": None, "rope_type": "rope", "qk_layernorm": False, "mtp_num_layers": 2},
+    **{"num_experts": 4, "moe_ffn_hidden_size": 24, "mtp_loss_scaling_factor": 0.3},
+)
+MODELS["S"] = replace(
+    MODELS["E"],
+    **{"qk_layernorm": False, "attention_output_gate": False, "add_bias_linear": True, "softmax_type": "learnable"},
+    **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 0.3, "glu_linear_offset": 1.0},
 )
 
 
@@ -154,6 +186,9 @@ class _OnCPU(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.add_ and args[0].grad_fn is not None:
+            # The biases of experts are added to the view that one rank's sum over ranks is.
+            func = torch.add
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)
@@ -242,7 +277,8 @@ class Training:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.models = [_stage(case, self.config, chunk) for chunk in range(case.virtual or 1)]
         for model in self.models:
-            _fill(model)
+            _fill(model, self._metadata())
+            model.compute_language_model_loss = _loss_of_words
         settings = DistributedDataParallelConfig(use_distributed_optimizer=case.distributed_optimizer is not None)
         self.wrapped = [
             DistributedDataParallel(
@@ -280,9 +316,22 @@ class Training:
 
     def expected(self) -> Expected:
         tokens = samples(1000)[:, :-1]
-        logits = self.logits(tokens)
+        with self._without_further_tokens():
+            logits = self.logits(tokens)
         after = [self.update(samples(BEFORE + step)) for step in range(AFTER)]
         return Expected(tokens, logits, [loss for loss, _ in after], [norm for _, norm in after])
+
+    @contextmanager
+    def _without_further_tokens(self) -> Iterator[None]:
+        """The model without the layers that predict them, which need labels."""
+        number, self.config.mtp_num_layers = self.config.mtp_num_layers, None
+        processed = [model.mtp_process for model in self.models]
+        for model in self.models:
+            model.mtp_process = False
+        yield
+        self.config.mtp_num_layers = number
+        for model, each in zip(self.models, processed, strict=True):
+            model.mtp_process = each
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """fp32, on the last stage; elsewhere nothing."""
@@ -294,19 +343,16 @@ class Training:
     def _forward(self, batch: torch.Tensor, *, labels: bool) -> list[torch.Tensor]:
         """Losses (with the gradients) or logits of the micro-batches of a batch, on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         def forward_step(rows: Iterator[torch.Tensor], model: Any) -> Any:
             of = next(rows)
-            output = model(of[:, :-1], torch.arange(SEQ).expand(len(of), -1), None)
+            targets = of[:, 1:].contiguous() if labels else None
+            output = model(of[:, :-1], torch.arange(SEQ).expand(len(of), -1), None, labels=targets)
 
-            # Megatron's own loss has the rows that pad the vocabulary in its sum; this one is of the model alone.
             def loss(output: torch.Tensor, **_: Any) -> Any:
-                logits = gather_from_tensor_model_parallel_region(output)[..., :VOCAB].float()
                 if not labels:
-                    return logits.detach()
-                mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), of[:, 1:].flatten())
-                return mean, {"loss": mean.detach().clone()}
+                    return _of_words(output).detach()
+                return output.mean(), {"loss": output.detach().mean()}
 
             return output, loss
 
@@ -404,10 +450,10 @@ def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
         **asdict(replace(model, num_query_groups=model.num_query_groups or 1)),
         **{"group_query_attention": model.num_query_groups is not None, "norm_epsilon": 1e-5, "rotary_base": 10000},
         **{"add_position_embedding": True, "apply_layernorm_1p": False, "squared_relu": False, "moe_router_topk": 2},
-        **{"openai_gelu": False, "multi_latent_attention": False, "max_position_embeddings": SEQ, "seq_length": SEQ},
+        **{"openai_gelu": False, "max_position_embeddings": SEQ, "seq_length": SEQ},
         **{"use_rotary_position_embeddings": False, "rotary_seq_len_interpolation_factor": None},
         **{"use_rope_scaling": False, "rope_scaling_factor": 8.0, "window_size": None, "hidden_dropout": 0.0},
-        **{"attention_dropout": 0.0, "mtp_num_layers": None, "vocab_size": VOCAB, "tokenizer_type": "NullTokenizer"},
+        **{"attention_dropout": 0.0, "vocab_size": VOCAB, "tokenizer_type": "NullTokenizer"},
         **{"padded_vocab_size": case.padded_vocab_size, "make_vocab_size_divisible_by": DIVISIBLE_BY},
         **{
             "tensor_model_parallel_size": case.tensor,
@@ -420,19 +466,43 @@ def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
     )
 
 
+def _of_words(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of all tensor-parallel ranks in fp32, without the rows that pad the vocabulary."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits)[..., :VOCAB].float()
+
+
+def _loss_of_words(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Loss of each token, `(rows, length)`: Megatron's own has the rows that pad the vocabulary in its sum.
+
+    Args:
+        logits: `(length, rows, words of this rank)`.
+    """
+    return torch.nn.functional.cross_entropy(_of_words(logits).permute(1, 2, 0), labels, reduction="none")
+
+
 def _config(case: Case) -> Any:
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     model = case.model
     dtype = torch.bfloat16 if case.bf16 else torch.float32
-    return TransformerConfig(
+    latents = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    further = ("rotary_scaling_factor", "mscale", "mscale_all_dim", "multi_latent_attention")
+    functional = torch.nn.functional
+    return (MLATransformerConfig if model.multi_latent_attention else TransformerConfig)(
+        **{name: getattr(model, name) for name in (*latents, *further) if model.multi_latent_attention},
+        **({} if model.rope_type is None else {"rope_type": model.rope_type}),
+        **{name: getattr(model, name) for name in ("softmax_type", "activation_func_clamp_value", "glu_linear_offset")},
+        **{name: getattr(model, name) for name in ("mtp_num_layers", "mtp_loss_scaling_factor")},
         **{name: getattr(model, name) for name in ("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")},
         **{name: getattr(model, name) for name in ("num_attention_heads", "num_query_groups", "rotary_interleaved")},
         **{name: getattr(model, name) for name in ("normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm")},
         attention_output_gate=model.attention_output_gate,
-        gated_linear_unit=model.swiglu,
+        gated_linear_unit=model.swiglu or model.quick_geglu,
         **({} if model.num_experts is None else _experts(model)),
-        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        activation_func=functional.silu if model.swiglu else quick_gelu if model.quick_geglu else functional.gelu,
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "bias_activation_fusion": model.bias_gelu_fusion},
         **{"apply_rope_fusion": False},
         **{"masked_softmax_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False},
@@ -461,14 +531,34 @@ def _experts(model: MegatronModel) -> dict[str, Any]:
 def _stage(case: Case, config: Any, chunk: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     virtual = None if case.virtual is None else chunk
+    layers = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=case.model.normalization, vp_stage=virtual
+    )
+    if case.model.multi_latent_attention:
+        # Without Transformer Engine release 0.16 has None for its classes.
+        multi_latent_attention.HAVE_TE = False
+
+        class OfLatents(DotProductAttention):
+            """Takes widths as Transformer Engine's attention does; values are as wide as --kv-channels."""
+
+            def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **more: Any) -> None:
+                super().__init__(*args, **more)
+
+        for layer in layers.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = OfLatents
+            # Files of Transformer Engine's layers are megatron-core's with these names.
+            layer.submodules.sharded_state_dict_keys_map = dict(_names_of_latents(case.model))
+    further = None
+    if case.model.mtp_num_layers:
+        further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=virtual)
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=case.model.normalization, vp_stage=virtual
-        ),
+        layers,
         case.padded_vocab_size,
         SEQ,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
@@ -478,15 +568,25 @@ def _stage(case: Case, config: Any, chunk: int) -> Any:
         position_embedding_type=case.model.position_embedding_type,
         rotary_percent=case.model.rotary_percent,
         vp_stage=virtual,
+        mtp_block_spec=further,
     )
 
 
-def _fill(model: Any) -> None:
+def _names_of_latents(model: MegatronModel) -> Iterator[tuple[str, str]]:
+    """Names of norms in layers with latent attention, as modules of megatron-core and as in Transformer Engine's."""
+    if model.qk_layernorm:
+        yield "self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"
+        yield "self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"
+    if model.num_experts is None:
+        yield "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+
+
+def _fill(model: Any, metadata: dict[str, Any]) -> None:
     """Give each weight values that follow from its name and its place in the whole: equal ones for every layout."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    state = model.sharded_state_dict()
+    state = model.sharded_state_dict(metadata=metadata)
     apply_factories(state)
     for each in nested_values(state):
         if isinstance(each, ShardedTensor):

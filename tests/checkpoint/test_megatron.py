@@ -50,7 +50,6 @@ CASES = {
         "--tensor-model-parallel-size 2",
     ),
     "B, torch, tp 2": (Case(MODELS["B"], "torch", tensor=2), SLICED),
-    "B, torch_dist": (Case(MODELS["B"], "torch_dist", tensor=2), SLICED),
     "B, torch_dist, bf16": (
         Case(MODELS["B"], "torch_dist", pipeline=2, bf16=True),
         "--bf16 --tensor-model-parallel-size 2",
@@ -66,6 +65,13 @@ CASES = {
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
         " --moe-token-dispatcher-type alltoall",
     ),
+    "L, torch": (Case(MODELS["L"], "torch", tensor=2, pipeline=2), f"{SLICED} --latent-kept latent"),
+    "L, torch_dist": (Case(MODELS["L"], "torch_dist"), "--tensor-model-parallel-size 2"),
+    "L, torch_dist, experts": (
+        Case(MODELS["L-experts"], "torch_dist", pipeline=2),
+        f"{SLICED} --moe-router-load-balancing-type none --mtp-loss-scaling-factor 0.3",
+    ),
+    "S, torch_dist": (Case(MODELS["S"], "torch_dist"), f"{SLICED} --moe-router-load-balancing-type none"),
 }
 CONVERTED = ("A, torch, tp 2, pp 2", "B, torch_dist, bf16", "E, torch_dist")
 """Cases that are also converted, so that they are continued from checkpoints of ours."""
@@ -81,11 +87,14 @@ def test_runs_continue_as_megatron_does(tmp_path: Path) -> None:
         loads.append((name, output))
     runs = [f"{RUN} {CASES[name][1]} --load {load}" for name, load in loads]
     for (name, _), (_, found) in zip(loads, run_each(continued, 2, runs), strict=True):
-        there = expected[folders[name]]
+        there, case = expected[folders[name]], CASES[name][0]
+        # megatron-core does not sum the gradients of latents over tensor-parallel ranks (NVIDIA/Megatron-LM #1699).
+        alike = AFTER if case.tensor == 1 or not case.model.multi_latent_attention else 0
         exact = "bf16" not in CASES[name][1]
         assert found["iteration"] == BEFORE and found["samples"] == BEFORE * ROWS
-        assert found["losses"] == pytest.approx(there.losses, rel=1e-6 if exact else 4e-3), name
-        assert found["norms"] == pytest.approx(there.gradient_norms, rel=1e-5 if exact else 4e-2), name
+        losses, norms = there.losses[: alike + 1], there.gradient_norms[:alike]
+        assert found["losses"][: alike + 1] == pytest.approx(losses, rel=1e-6 if exact else 4e-3), name
+        assert found["norms"][:alike] == pytest.approx(norms, rel=1e-5 if exact else 4e-2), name
 
 
 def continued(words: str) -> dict[str, Any]:
@@ -103,7 +112,7 @@ def continued(words: str) -> dict[str, Any]:
             MicroBatch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(MICRO, SEQ))
             for each in samples(step).split(MICRO)
         )
-        losses.append(engine.train_batch(rows).item())
+        losses.append(engine.train_batch(rows).flatten()[0].item())
         norms.append(float(engine.get_global_grad_norm()))
     return {"iteration": start, "samples": engine.global_samples - AFTER * ROWS, "losses": losses, "norms": norms}
 
@@ -117,7 +126,7 @@ def test_a_schedule_of_megatron_is_compared_with_that_of_the_run(tmp_path: Path)
 
 
 def test_megatron_loads_the_weights_of_a_run_for_any_layout(tmp_path: Path) -> None:
-    written = {tmp_path / f"{name}-theirs": Case(MODELS[name], "torch_dist", without_optimizer=True) for name in "AB"}
+    written = {tmp_path / f"{name}-theirs": Case(MODELS[name], "torch_dist", without_optimizer=True) for name in "ABL"}
     expected = write_checkpoints(written)
     read = {}
     for folder, case in written.items():
@@ -128,6 +137,13 @@ def test_megatron_loads_the_weights_of_a_run_for_any_layout(tmp_path: Path) -> N
     found = read_checkpoints(read)
     for folder, back in zip(written, read, strict=True):
         torch.testing.assert_close(found[back].logits, expected[folder].logits, rtol=1e-6, atol=2e-6)
+
+
+def test_matrices_to_latents_are_cut_or_whole_on_every_rank() -> None:
+    """The former in megatron-core's own layers, the latter in Transformer Engine's."""
+    weight, name = torch.arange(24.0).view(6, 4), "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
+    for parts in (weight.split(3), (weight, weight)):
+        assert megatron_files._joined(name, parts, False, {"linear_kv_down_proj": 6}).read().equal(weight)
 
 
 def test_weights_by_the_names_of_layers_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def write(directory: Path, *, torch_dist: bool) -> Path:
     iteration.mkdir(parents=True)
     args = Namespace(**MEGATRON.write(MODEL), padded_vocab_size=16, consumed_train_samples=20)
     tensors = {}
-    writer = DistributedWriter(iteration, MODEL.num_layers)
+    writer = DistributedWriter(iteration, MODEL)
     for index in layers_with_weights(MODEL):
         layer = split_layer(rules_of(MODEL, MEGATRON, index), gpt_layers(MODEL)[index].build().state_dict())
         tensors |= layer
@@ -102,11 +102,6 @@ FAULTS: dict[str, tuple[bool, Callable[[Path], object], str]] = {
         False,
         changed(RANK_FILE, num_experts=4, add_bias_linear=False),
         "has experts in format torch, where ranks name their own: save it with --ckpt-format torch_dist",
-    ),
-    "experts with biases": (
-        False,
-        changed(RANK_FILE, num_experts=4, add_bias_linear=True),
-        "has experts with biases: this model cannot be trained here",
     ),
 }
 
@@ -188,6 +183,7 @@ def test_random_damage_is_refused_or_read(tmp_path: Path) -> None:
 
 
 ROPE = {"position_embedding_type": "rope"}
+LATENT = ROPE | {"multi_latent_attention": True, "rotary_interleaved": True, "disable_bias_linear": True}
 EXPRESSED: list[dict[str, Any]] = [
     {},
     {"disable_bias_linear": True, "activation": "gelu"},
@@ -195,12 +191,19 @@ EXPRESSED: list[dict[str, Any]] = [
     ROPE | {"rotary_percent": 0.5, "rotary_interleaved": True, "sliding_window": 5, "window_attn_skip_freq": "2"},
     ROPE | {"rotary_scaling": "llama3", "activation": "swiglu", "normalization": "rmsnorm", "qk_norm": "head"},
     ROPE | {"rotary_scaling_factor": 2.0, "num_key_value_heads": 1, "disable_bias_linear": True, "add_qkv_bias": True},
+    LATENT,
+    LATENT | {"q_lora_rank": 8, "rotary_scaling_factor": 4.0, "mscale": 0.5, "mscale_all_dim": 0.7, "qk_norm": "head"},
+    {"softmax_type": "learnable", "activation": "quick-geglu", "glu_linear_offset": 1.0, "num_experts": 4}
+    | {"activation_func_clamp_value": 7.0, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
 ]
 NOT_EXPRESSED: dict[str, dict[str, Any]] = {
     "--parallel-residual": {"parallel_residual": True},
     "--activation geglu": {"activation": "geglu"},
     "--norm-placement both": {"norm_placement": "both"},
     "--logit-softcap 30": {"logit_softcap": 30.0},
+    "no --rotary-interleaved": LATENT | {"rotary_interleaved": False},
+    "--latent-norm-epsilon 1e-06": LATENT | {"latent_norm_epsilon": 1e-6},
+    "--softmax-scale 1.0": LATENT | {"softmax_scale": 1.0},
 }
 
 
@@ -220,8 +223,14 @@ def test_models_that_megatron_does_not_have_are_refused(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("moe_latent_size", 8), ("multi_latent_attention", True), ("window_size", (3, 3))]
+    ("name", "value", "model"),
+    [
+        ("moe_latent_size", 8, {}),
+        ("window_size", (3, 3), {}),
+        ("rotary_interleaved", True, LATENT),
+        ("rope_type", "3d", LATENT),
+    ],
 )
-def test_arguments_of_other_models_are_refused(name: str, value: Any) -> None:
+def test_arguments_of_other_models_are_refused(name: str, value: Any, model: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"sets {name}"):
-        MEGATRON.read(SettingsFile(MEGATRON.write(MODEL) | {name: value}, "a checkpoint"))
+        MEGATRON.read(SettingsFile(MEGATRON.write(model_with(model)) | {name: value}, "a checkpoint"))
