@@ -6,9 +6,9 @@ from math import ceil, floor, isfinite, log10
 from statistics import fmean, median
 
 from megatron_terapipe.page.document import colours, legend
+from megatron_terapipe.records import IterationMetrics
 from megatron_terapipe.run_report.metrics_file import Part, TrainingRun
 from megatron_terapipe.search.answer.figures import time_text
-from megatron_terapipe.training.records import IterationMetrics
 
 Points = Sequence[tuple[float, float]]
 

@@ -7,9 +7,7 @@ from math import isfinite
 from statistics import fmean, median, median_high, quantiles
 from typing import Literal, get_args
 
-from megatron_terapipe.run_report.metrics_file import Part, Piece, TrainingRun
-from megatron_terapipe.search.answer.figures import strategy_text, time_text
-from megatron_terapipe.training.records import (
+from megatron_terapipe.records import (
     IterationMetrics,
     Note,
     RunEnd,
@@ -19,6 +17,8 @@ from megatron_terapipe.training.records import (
     outlier_bound,
     starved_text,
 )
+from megatron_terapipe.run_report.metrics_file import Part, Piece, TrainingRun
+from megatron_terapipe.search.answer.figures import strategy_text, time_text
 
 LAST = 10
 """Iterations whose losses are averaged for the loss at the end."""

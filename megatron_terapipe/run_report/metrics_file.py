@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import parse_json, read_text
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.records import (
+from megatron_terapipe.records import (
     EvaluationMetrics,
     ExpertLoads,
     IterationMetrics,

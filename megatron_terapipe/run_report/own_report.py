@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.config import LoggingConfig
-from megatron_terapipe.training.records import RunEnd
+from megatron_terapipe.records import RunEnd
 
 _TAIL_BYTES = 1 << 16
 """Bytes at the end of a metrics file that contain its last line."""

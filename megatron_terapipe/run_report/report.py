@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Final, Literal, TypeVar
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.records import ExpertLoads, RunStart, latest_loads
 from megatron_terapipe.run_report.comparison import (
     ANSWER_FILE,
     ComparedFigure,
@@ -21,7 +22,6 @@ from megatron_terapipe.run_report.comparison import (
 from megatron_terapipe.run_report.figures import NO_END, Figures, Incident, figures_of, incidents, listed, strategy_line
 from megatron_terapipe.run_report.metrics_file import Part, TrainingRun, read_runs
 from megatron_terapipe.search.answer.figures import bytes_text, count_text, time_text
-from megatron_terapipe.training.records import ExpertLoads, RunStart, latest_loads
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.health.states import bad_states, described, differenc
 from deepspeed_ext.runtime.origin import find_origin
 from megatron_terapipe.config.training import NumbersConfig
 from megatron_terapipe.errors import NumbersError
-from megatron_terapipe.training.records import outlier_bound
+from megatron_terapipe.records import outlier_bound
 
 
 def refuse_bad_states(engine: TokenSlicePipelineEngine, name: str, remedy: str) -> None:

@@ -32,8 +32,7 @@ from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError, first_line
-from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.records import (
+from megatron_terapipe.records import (
     EvaluationMetrics,
     ExpertLoads,
     IterationMetrics,
@@ -44,6 +43,7 @@ from megatron_terapipe.training.records import (
     RunStart,
     mtp_name,
 )
+from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.run import Run
 
 Reporter = Callable[[Line], object]

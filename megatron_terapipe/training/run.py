@@ -51,9 +51,9 @@ from megatron_terapipe.planning import (
     proven_schedule,
     with_measured_layers,
 )
+from megatron_terapipe.records import Progress
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.optimizer import schedule_facts
-from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.trained_model import TrainedModel
 
 _LONGEST_SHOWN = 120

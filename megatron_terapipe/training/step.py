@@ -25,9 +25,7 @@ from megatron_terapipe.config import LoggingConfig, ModelConfig
 from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.config.parallel import BY_DOCUMENTS
-from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
-from megatron_terapipe.training.optimizer import LearningRateSchedule, set_step_sizes, weight_decay_at
-from megatron_terapipe.training.records import (
+from megatron_terapipe.records import (
     STARVED_FOR,
     ExpertLoads,
     IterationMetrics,
@@ -35,6 +33,8 @@ from megatron_terapipe.training.records import (
     latest_loads,
     starved_text,
 )
+from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
+from megatron_terapipe.training.optimizer import LearningRateSchedule, set_step_sizes, weight_decay_at
 from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.run import Run
 

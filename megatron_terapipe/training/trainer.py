@@ -29,6 +29,7 @@ from megatron_terapipe.config import Config, ModelConfig
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import SaveError
+from megatron_terapipe.records import EvaluationMetrics, Progress, RunEnd, Saved
 from megatron_terapipe.training.auto_plan import keep_schedule, keep_strategy, notes
 from megatron_terapipe.training.long_work import any_rank
 from megatron_terapipe.training.micro_batches import micro_batches
@@ -40,7 +41,6 @@ from megatron_terapipe.training.number_guards import (
     refuse_different_copies,
 )
 from megatron_terapipe.training.own_layers import layers_in_words
-from megatron_terapipe.training.records import EvaluationMetrics, Progress, RunEnd, Saved
 from megatron_terapipe.training.reporters import Reporters, build_reporters
 from megatron_terapipe.training.run import Run
 from megatron_terapipe.training.step import TrainingStep, losses_of_depths, number_of_parameters

@@ -46,7 +46,7 @@ LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba", "rich")),
     Layer(("megatron_terapipe.errors",), PLAN),
-    Layer(("megatron_terapipe.devices",)),
+    Layer(("megatron_terapipe.devices", "megatron_terapipe.records")),
     Layer(("megatron_terapipe.console",), PLAN, ("rich",)),
     # The table of all commands, which the search reads for its own.
     Layer(("megatron_terapipe.command", "megatron_terapipe.command.main"), PLAN),
@@ -155,6 +155,7 @@ LAYERS = (
             *(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "deepspeed_ext.runtime"),
             *("megatron_terapipe.model", "megatron_terapipe.data", "megatron_terapipe.checkpoint"),
             *("megatron_terapipe.planning", "megatron_terapipe.strategy", "megatron_terapipe.devices"),
+            "megatron_terapipe.records",
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
@@ -164,13 +165,9 @@ LAYERS = (
         (*search("machine", "price", "rank", "learn"), "megatron_terapipe.page", "megatron_terapipe.console"),
         ("numpy", "pydantic", "rich", "tqdm"),
     ),
-    # Of training it reads the records of the metrics file, which need no torch.
     Layer(
         ("megatron_terapipe.run_report", "megatron_terapipe.run_report.*"),
-        (
-            *(*search("answer"), "megatron_terapipe.page"),
-            "megatron_terapipe.training.records",
-        ),
+        (*search("answer"), "megatron_terapipe.page", "megatron_terapipe.records"),
         ("pydantic",),
     ),
     # The probe of the doctor is sent to other hosts: it has only the standard library.

@@ -13,9 +13,9 @@ from deepspeed_ext.plan.command import main as plan_command
 from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.timeline import executed_order
+from megatron_terapipe.records import Saved
 from megatron_terapipe.run_report.report import read_report
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.records import Saved
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank

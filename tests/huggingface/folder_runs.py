@@ -11,8 +11,8 @@ import torch
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.save import begin_save
 from megatron_terapipe.data.loader import MicroBatch
+from megatron_terapipe.records import Progress
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.run import Run
 from tests.huggingface.tiny import VOCAB
 from tests.training.gpt_runs import RecordingSGD

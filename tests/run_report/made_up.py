@@ -11,10 +11,7 @@ from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from megatron_terapipe.search.price.cost_model import Prediction, TimeBreakdown
-from megatron_terapipe.search.price.memory import RankMemory
-from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.records import (
+from megatron_terapipe.records import (
     EvaluationMetrics,
     ExpertLoads,
     IterationMetrics,
@@ -23,6 +20,9 @@ from megatron_terapipe.training.records import (
     RunStart,
     Saved,
 )
+from megatron_terapipe.search.price.cost_model import Prediction, TimeBreakdown
+from megatron_terapipe.search.price.memory import RankMemory
+from megatron_terapipe.strategy import Strategy
 
 STRATEGY = Strategy(pipeline_parallel_size=2, num_token_slices=2, token_slices=(16, 16), micro_batch_size=2)
 START = RunStart(

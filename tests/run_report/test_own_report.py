@@ -10,9 +10,9 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.records import RunEnd
 from megatron_terapipe.run_report import own_report
 from megatron_terapipe.run_report.own_report import OwnReport
-from megatron_terapipe.training.records import RunEnd
 from tests.run_report.made_up import START, lines_of, whole_run, write_lines
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.records import ExpertLoads, latest_loads
 from megatron_terapipe.run_report.__main__ import main
 from megatron_terapipe.run_report.curves import curves, round_values
 from megatron_terapipe.run_report.metrics_file import Piece, line_of, read_runs
 from megatron_terapipe.run_report.page import LEVELS, MOST_COLUMNS, expert_pictures
-from megatron_terapipe.training.records import ExpertLoads, latest_loads
 from tests.html_pages import Page
 from tests.run_report.made_up import (
     START,

@@ -9,10 +9,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.records import RunEnd
 from megatron_terapipe.run_report.comparison import UNKNOWN
 from megatron_terapipe.run_report.figures import NO_END, listed
 from megatron_terapipe.run_report.report import ReportDocument, RunReport, read_report, report_document, summary
-from megatron_terapipe.training.records import RunEnd
 from tests.run_report.made_up import (
     GIB,
     START,

@@ -10,10 +10,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.records import Note
 from megatron_terapipe.run_report.figures import incidents
 from megatron_terapipe.run_report.metrics_file import line_of, metrics_schema, read_runs
 from megatron_terapipe.run_report.report import read_report
-from megatron_terapipe.training.records import Note
 from tests.run_report.made_up import START, iteration, lines_of, whole_run, write_lines
 from tests.training.samples import EVALUATION, ITERATION, SKIPPED, TEST
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_terapipe.training.records import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.records import EvaluationMetrics, IterationMetrics
 
 ITERATION = IterationMetrics(
     iteration=7,

@@ -17,9 +17,9 @@ from deepspeed_ext.runtime.state.counts import StepTally
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.devices import DEVICES
+from megatron_terapipe.records import ExpertLoads
 from megatron_terapipe.training import run as prepared_run
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.records import ExpertLoads
 from megatron_terapipe.training.run import peak_tflops_here
 from megatron_terapipe.training.step import ExpertWatch, Instruments
 from tests.distributed import run_distributed, run_each

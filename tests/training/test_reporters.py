@@ -17,8 +17,8 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.records import EvaluationMetrics, ExpertLoads, Line, Note, Progress, Saved
 from megatron_terapipe.run_report.metrics_file import line_of
-from megatron_terapipe.training.records import EvaluationMetrics, ExpertLoads, Line, Note, Progress, Saved
 from megatron_terapipe.training.reporters import (
     LogLines,
     ProgressBar,

@@ -15,7 +15,7 @@ from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.training.records import Progress
+from megatron_terapipe.records import Progress
 from megatron_terapipe.training.run import Run, _datasets, _train_iters, prepare, reading_ranks
 from tests.inference.checkpoints import MODEL, checkpoint_info
 from tests.training.gpt_runs import FLAGS

@@ -12,8 +12,8 @@ from megatron_terapipe.data.datasets import DatasetSplits
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.records import Progress
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.trainer import evaluate
 from tests.distributed import run_each
