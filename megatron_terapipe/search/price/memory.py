@@ -72,9 +72,14 @@ def host_copy_settings(
         key_value_bytes=tuple((element_bytes * sequences * (counts.per_stage @ of_kinds)).tolist()),
         to_host=bandwidth,
         from_host=bandwidth,
-        host_bytes=SHARE_OF_HOST * min(node.host.memory_bytes / node.num_devices for node in nodes),
+        host_bytes=host_bytes(cluster),
         windows=tuple(_widest_window(kinds, row) for row in counts.per_stage),
     )
+
+
+def host_bytes(cluster: Cluster) -> float:
+    """Return the most bytes of a host that token slices of one device may wait in, on the smallest host."""
+    return SHARE_OF_HOST * min(node.host.memory_bytes / node.num_devices for node in cluster.nodes)
 
 
 def _key_value_elements(layer: Layer, placed: PlacedStrategy) -> float:

@@ -30,7 +30,7 @@ from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
 from megatron_terapipe.search.price.links import RankGroups
-from megatron_terapipe.search.price.memory import Counted, MemoryModel, total_bytes
+from megatron_terapipe.search.price.memory import Counted, MemoryModel, host_bytes, total_bytes
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts
 from megatron_terapipe.search.rank.grid_times import OpTables, grid_times
 from megatron_terapipe.search.rank.rules import SAME_STAGES, LegalGrid, SearchCounts, layouts, legal_grids
@@ -148,9 +148,10 @@ class GridMemory:
         if schedule == "zero-bubble":
             kept = kept - held(of_stage.token.freed_by_input_gradient + of_stage.token.key_values, turned)
         if self._offloads.any():
-            # All else may wait on the host: this backward reads the keys and values of the whole sequence.
+            # This backward reads the keys and values of the whole sequence. The host has room for some of the rest.
             inputs = of_ranks(of_stage.inputs)[:, -1, None, None]
-            kept = np.where(self._offloads, whole * last.key_values + part * (last.activations - inputs), kept)
+            read = whole * last.key_values + part * (last.activations - inputs)
+            kept = np.where(self._offloads, np.maximum(read, kept - host_bytes(self._model.cluster)), kept)
         head_working = of_ranks(of_stage.head_working)[:, -1, None, None]
         # Logits of a recomputed stage are there only in its backward.
         logits = np.where(self._of_stages, part * last.logits, held(of_stage.token.logits, tokens - turned))

@@ -21,6 +21,9 @@ CLUSTERS = {
     "mixed": mixed_cluster(),
     "slow network": Cluster(nodes=tuple(node(f"host{index}", num_devices=1, network=2e8) for index in range(4))),
 }
+CLUSTERS["small hosts"] = Cluster(
+    nodes=tuple(replace(each, host=replace(each.host, memory_bytes=5e7)) for each in CLUSTERS["slow network"].nodes)
+)
 
 
 LONG = {
@@ -34,6 +37,8 @@ LONG = {
     "key_value_gradients": ("bf16",),
 }
 """Values for long sequences."""
+WAITING = {**LONG, "recompute": ("stage",), "offload": (True,)}
+"""The same, with token slices on hosts."""
 
 
 def coarse(problem: SearchProblem, **others: Any) -> Choices:
@@ -62,6 +67,7 @@ FEW = {"num_token_slices": (1, 3), "num_model_chunks": (1, 2), "stage_partition"
         *((name, {}, {}) for name in CLUSTERS),
         ("uniform", FEATURES, {}),
         ("slow network", {}, LONG),
+        ("small hosts", {}, WAITING),
         ("uniform", FEATURES, LONG),
         ("uniform", EXPERTS, FEW),
         ("uniform", LATENT, FEW),
