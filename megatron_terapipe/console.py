@@ -1,6 +1,8 @@
 """The console on which commands print their tables."""
 
 import os
+import re
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,3 +31,19 @@ def output_console(**settings: Any) -> "Console":
     if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return console
     return PrintableConsole(width=WIDTH_OF_FILES, **settings)
+
+
+_KEPT_SPACE = re.compile(r"(?<=[\d%]) (?=[\w(])|(?<=[\w:]) (?=[-+]?\d)| (?=·|of \d)")
+"""Space between a number and its unit or name, or before the point between two settings."""
+
+
+def print_text(console: "Console", text: str, *, indent: str = "") -> None:
+    """Print text on lines of the width of a console, without a break in a value or between a flag and its value.
+
+    Args:
+        indent: before each line but the first.
+    """
+    kept = re.sub(r"(--[\w-]+) (?=[\w.])", "\\1\u00a0", _KEPT_SPACE.sub("\u00a0", text))
+    lines = textwrap.wrap(kept, console.width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    for line in lines:
+        console.print(line.replace("\u00a0", " "), markup=False, highlight=False, soft_wrap=True)

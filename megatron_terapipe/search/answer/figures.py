@@ -154,7 +154,7 @@ def layout_text(strategy: Strategy) -> str:
     sizes = [
         template.format(getattr(strategy, each.name))
         for each, template in ordered_for(DIMENSIONS, "phrase")
-        if each.ranks and getattr(strategy, each.name) > 1
+        if (each.ranks or each.name == "expert_parallel_size") and getattr(strategy, each.name) > 1
     ]
     sizes += [f"{strategy.num_token_slices} slices"] if strategy.num_token_slices > 1 else []
     return ", ".join(sizes) or "one device"

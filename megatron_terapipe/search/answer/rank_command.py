@@ -13,6 +13,7 @@ from dataclasses import replace
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.batch import MOST_SEQUENCES
+from megatron_terapipe.console import output_console, print_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
@@ -184,7 +185,9 @@ def run(options: argparse.Namespace) -> int:
         lines += explain_strategy(explained, question, result)
     # JSON on the terminal is the only text there.
     out = sys.stderr if options.json == STANDARD_OUTPUT else sys.stdout
-    print("\n".join(lines), file=out, end="\n" if lines else "")
+    console = output_console(file=out)
+    for line in lines:
+        print_text(console, line, indent="    ")
     if document.why_none:
         print(f"error: {document.why_none}", file=sys.stderr)
         return 1
@@ -252,11 +255,9 @@ def show_answer(options: argparse.Namespace, document: RankDocument, costs: list
 
 
 def explain_space(result: SearchResult) -> list[str]:
-    """Return how many strategies each rule rejected, a line each."""
-    rows = [(name, f"{number:,}") for name, number in result.counts.lines()]
-    wide = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{wide}}  {number:>14}" for name, number in rows]
-    return lines + [f"  {strategy_text(entry.strategy)}: {entry.reason}" for entry in result.refused[:3]]
+    """Return how many strategies each rule rejected, a line each, and three that their exact price rejected."""
+    lines = [f"{number:>14,}  {name}" for name, number in result.counts.lines()]
+    return lines + [f"{strategy_text(entry.strategy)}: {entry.reason}" for entry in result.refused[:3]]
 
 
 def explain_strategy(strategy: Strategy, asked: Question, result: SearchResult) -> list[str]:

@@ -6,7 +6,7 @@ All of it fits 100 columns, and the width of a terminal otherwise; the page and 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_terapipe.console import output_console
+from megatron_terapipe.console import output_console, print_text
 from megatron_terapipe.search.answer.figures import (
     COLUMNS,
     LEFT,
@@ -47,7 +47,7 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     console = console or output_console()
     entries = sorted(ranking.entries, key=lambda entry: entry.rank)
     for line in (ranking.answer, heading(ranking)):
-        console.print(line, markup=False, highlight=False)
+        print_text(console, line)
     if not entries:
         return
     names, rows = rows_of(entries)
@@ -58,15 +58,19 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     lines = [f"all rows: {', '.join(f'{name} {text}' for name, text in shared.items())}"] if shared else []
     lines += [", ".join(legend)] if legend else []
     lines += [f"rank {entry.rank} cannot run: {entry.reason}" for entry in entries if not entry.feasible]
-    for line in (*lines, *_why_first(ranking.priced)):
-        console.print(line, markup=False, highlight=False)
+    for line in (*lines, *_why_before(ranking.priced)):
+        print_text(console, line)
 
 
-def _why_first(priced: Sequence[RankedEntry]) -> list[str]:
-    """Return why the first is before a faster one; empty if none is faster."""
-    if not priced or (best := min(priced, key=lambda entry: entry.price.iteration_time_s)) is priced[0]:
+def _why_before(priced: Sequence[RankedEntry]) -> list[str]:
+    """Return why the first is before a faster one, else why another row is; empty if times rise."""
+    times = [entry.price.iteration_time_s for entry in priced]
+    if times == sorted(times):
         return []
+    best = min(priced, key=lambda entry: entry.price.iteration_time_s)
     first, other = priced[0].price, best.price
+    if best is priced[0]:
+        return ["of rows within 1% of time, the one with less memory comes first"]
     faster = 1 - other.iteration_time_s / first.iteration_time_s
     if first.peak_memory_bytes < other.peak_memory_bytes:
         fewer = f"holds {bytes_text(other.peak_memory_bytes - first.peak_memory_bytes)} less"
@@ -95,17 +99,11 @@ def print_notes(
         explained: print all in full sentences, which for `costs` are in the document.
     """
     console = console or output_console()
+    lines = [*notes_of(document), *costs][:MOST_NOTES]
     if explained:
-        for each in document.advice:
-            console.print(f"- {each.line}. {each.more}".rstrip(), markup=False, highlight=False)
-        for note in document.notes:
-            console.print(f"- {note}", markup=False, highlight=False)
-        return
-    lines = notes_of(document)[:MOST_NOTES]
+        lines = [*(f"{each.line}. {each.more}".rstrip() for each in document.advice), *document.notes]
     for line in lines:
-        console.print(f"- {line}", markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
-    for line in costs[: MOST_NOTES - len(lines)]:
-        console.print(f"- {line}", markup=False, highlight=False)
+        print_text(console, f"- {line}", indent="  ")
 
 
 def _shared(names: Sequence[str], rows: Sequence[dict[str, str]]) -> dict[str, str]:

@@ -10,13 +10,14 @@ factors are moved instead. The bandwidth of network cards, of which a data sheet
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import exp, expm1, log
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.text_files import field_texts
-from megatron_terapipe.search.answer.figures import bandwidth_text, difference_text, strategy_text
+from megatron_terapipe.search.answer.figures import bandwidth_text, difference_text, layout_text, strategy_text
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
 from megatron_terapipe.search.learn.fit import times_with
@@ -32,6 +33,35 @@ HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is mo
 FACTOR = 4.0
 """By how much the bandwidth of a node may differ from the data sheet, either way: nodes with one card in place of
 eight, cards at a quarter of the rate, networks that are shared."""
+
+WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "gemm_efficiency": "speed of large products",
+        "gemm_area": "size of a product that fills a device",
+        "attention_efficiency": "speed of attention written out",
+        "fused_attention": "speed of fused attention",
+        "misaligned_efficiency": "speed of attention with odd head sizes",
+        "memory_efficiency": "memory bandwidth of element-wise work",
+        "launch_s": "host time of a launch",
+        "launch_jitter": "delays between hosts of tensor-parallel ranks",
+        "launch_exposed": "launches that ops do not hide",
+        "overlap_exposed": "communication that ops do not hide",
+        "whole_loss_factor": "memory traffic of a whole vocabulary's loss",
+        "inside_efficiency": "bandwidth of collectives in a node",
+        "network_efficiency": "bandwidth of collectives between nodes",
+        "transfer_inside_efficiency": "bandwidth between stages in a node",
+        "transfer_network_efficiency": "bandwidth between stages on two nodes",
+        "collective_s": "start of a collective",
+        "optimizer_passes": "memory traffic of the optimizer step",
+        "iteration_s": "fixed time of an iteration",
+        "reductions": "time of all-reduces in a node",
+        "ops": "measured times of ops",
+        "messages": "measured times of messages",
+        "gaps": "measured gaps between ops",
+        "step": "measured time of the optimizer step",
+    }
+)
+"""Constants of times in answers."""
 
 
 class Move(NamedTuple):
@@ -100,10 +130,13 @@ def _faster(contenders: Sequence[Ranked], model: CostModel, move: Move, times: F
     regret = winner_s / best_s - 1
     if regret <= NEARLY_AS_FAST:
         return None
-    words = f"{move.name} {expm1(move.logarithm):+.0%}"
     if move.name == "network":
         given = min(node.network.bandwidth * node.num_network_cards for node in model.cluster.nodes)
-        words = f"{bandwidth_text(given * exp(move.logarithm))} a node in place of {bandwidth_text(given)}"
+        words = f"{bandwidth_text(given * exp(move.logarithm))} a node, not {bandwidth_text(given)}"
+    else:
+        words = f"{WORDS[move.name]} {expm1(move.logarithm):+.0%}"
+    # Some differ only in the schedule or recomputation.
+    changed = layout_text(other) if other.layout != first.layout else difference_text(other, first)
     on_profile = "On the profile: " if isinstance(move.constants, ProfileFactors) else ""
     meaning = field_texts(type(move.constants)).get(move.name, "The data sheet of a network may be wrong by a factor.")
     return WhatIfPart(
@@ -112,6 +145,6 @@ def _faster(contenders: Sequence[Ranked], model: CostModel, move: Move, times: F
         strategy=other.to_json(),
         iteration_time_s=best_s,
         change=1 - best_s / winner_s,
-        line=f"with {words}, {difference_text(other, first)} is {regret:.0%} faster than rank 1",
+        line=f"{words}: {changed} is {regret:.0%} faster than rank 1",
         more=f"{on_profile}{meaning} The strategy: {strategy_text(other)}.",
     )

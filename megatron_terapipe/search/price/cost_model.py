@@ -552,9 +552,6 @@ def _by_rank(ops: Floats, ranks: int) -> Floats:
     return np.asarray(whole.reshape(len(ops), -1, ranks, whole.shape[-1]).sum(axis=1))
 
 
-GIB = 2**30
-
-
 class Pricing:
     """Prices strategies of one model on one cluster, time and memory."""
 
@@ -615,7 +612,7 @@ class Pricing:
             usable, needed = usable_share * smallest.memory_bytes, memory[rank].total
             if needed > usable:
                 return (
-                    f"out of memory: pipeline rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} GiB "
+                    f"out of memory: pipeline rank {rank} needs {needed / 1e9:.1f} GB of {usable / 1e9:.1f} GB "
                     f"({smallest.name}{kept_free})"
                 )
         return None

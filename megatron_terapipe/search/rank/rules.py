@@ -430,7 +430,7 @@ class SearchCounts:
         """Return the lines to print: a label and a count each."""
         return [
             ("strategies of the space", self.total),
-            *((f"  rejected by the rule: {name}", -number) for name, number in self.rejected.items() if number),
+            *((f"rejected by the rule: {name}", -number) for name, number in self.rejected.items() if number),
             ("feasible", self.total - self.num_rejected),
             ("priced on their schedule", self.simulated),
         ]

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.draw.html import Panel
 from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.console import print_text
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.search.answer.answer import compare, document_text, ranking, runners_up
 from megatron_terapipe.search.answer.figures import (
@@ -148,15 +149,26 @@ def change(name: str, share: float) -> WhatIfPart:
 
 def test_notes_are_few_and_ordered_by_what_they_can_change() -> None:
     """One of a kind; trainers that cannot run are in full sentences only."""
-    names = [("a", 0.1), ("b", 0.05), ("b", 0.04), ("c" * 100, 0.03), *((x, 0.02) for x in "def"), ("none", 0.0)]
+    names = [("a", 0.1), ("b", 0.05), ("b", 0.04), ("c " * 60, 0.03), *((x, 0.02) for x in "def"), ("none", 0.0)]
     document = answer(advice=[change(*each) for each in names], notes=["given"])
     assert notes_of(document)[:2] == ["a 0.1", "b 0.05"] and "none 0.0" not in notes_of(document)
     for explained in (False, True):
         stream = io.StringIO()
         print_notes(document, explained=explained, console=rich.console.Console(file=stream, width=100))
         lines = stream.getvalue().splitlines()
-        assert all(len(line) <= 100 for line in lines) and (len(lines) == 5 or explained)
+        assert all(len(line) <= 100 for line in lines)
+        assert explained or sum(line.startswith("- ") for line in lines) == 5
         assert ("- given" in lines) == explained == ("- b 0.04. More." in lines)
+
+
+@pytest.mark.parametrize("width", range(30, 60))
+def test_values_and_flags_are_in_one_line(width: int) -> None:
+    whole = ("1.4 s", "tp 2,", "MFU 63% (published: 70%),", "8 GB of 85 GB:", "pp 4 ·", "--effort 4", "for 4% less")
+    stream = io.StringIO()
+    print_text(rich.console.Console(file=stream, width=width), f"- {' '.join(whole * 2)}", indent="  ")
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and " ".join(" ".join(lines).split()) == f"- {' '.join(whole * 2)}"
+    assert all(sum(line.count(each) for line in lines) == 2 for each in whole[:-1])
 
 
 def test_published_figures_are_those_of_the_generation() -> None:

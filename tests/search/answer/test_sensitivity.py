@@ -1,16 +1,16 @@
 """A constant that changes the winner is found, with the regret that a simulation gives."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import log
 
 import pytest
 
-from megatron_terapipe.search.answer.sensitivity import FACTOR, moves_of, other_constants, widths_of
+from megatron_terapipe.search.answer.sensitivity import FACTOR, WORDS, moves_of, other_constants, widths_of
 from megatron_terapipe.search.learn.calibration import NETWORK, no_calibration
-from megatron_terapipe.search.learn.priors import moved
+from megatron_terapipe.search.learn.priors import PRIOR_WIDTHS, moved
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
 from megatron_terapipe.search.rank.search import Ranked, contenders_of, ranked_in_order
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import small_problem
@@ -52,7 +52,7 @@ def test_a_bandwidth_that_decides_is_found() -> None:
     then = pricing.cost_model.with_constants(moved(pricing.cost_model.efficiency, NETWORK, step))
     first, second = (then.predict_time(entry.strategy).iteration_time_s for entry in contenders)
     assert change.iteration_time_s == pytest.approx(second) and change.change == pytest.approx(1 - second / first)
-    assert " Gbit/s a node in place of " in change.line and f"is {first / second - 1:.0%} faster" in change.line
+    assert " Gbit/s a node, not " in change.line and f"is {first / second - 1:.0%} faster" in change.line
     assert not {each.value for each in found} & set(NETWORK)
 
 
@@ -64,7 +64,9 @@ def test_constants_are_moved_by_their_uncertainty() -> None:
     assert "network" not in {each.name for each in known} and "network" in {each.name for each in unknown}
     (change,) = (each for each in known if each.value == "network_efficiency")
     assert change.name == "constant" and change.change > 0.01 and change.strategy == contenders[1].strategy.to_json()
-    assert change.line.startswith("with network_efficiency ") and change.more.startswith("Share of a network card")
+    assert change.line.startswith("bandwidth of collectives between nodes ") and change.more.startswith(
+        "Share of a network card"
+    )
     assert [each.change for each in known] == sorted((each.change for each in known), reverse=True)
     # Trials that determine the constants leave nothing to change.
     intervals = replace(known_intervals := no_calibration().intervals, covariance=1e-8 * known_intervals.covariance)
@@ -73,6 +75,11 @@ def test_constants_are_moved_by_their_uncertainty() -> None:
 
 
 BOTH = (True, False)
+
+
+def test_constants_have_words() -> None:
+    times = {each.name for of in (HardwareEfficiency, ProfileFactors) for each in fields(of)}
+    assert WORDS.keys() == times & PRIOR_WIDTHS.keys()
 
 
 def test_shares_stay_shares() -> None:
