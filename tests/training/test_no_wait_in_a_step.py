@@ -47,7 +47,7 @@ EXPERTS = (
     "--num-experts 4 --swiglu --disable-bias-linear --moe-shared-expert-intermediate-size 16"
     " --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01"
 )
-CUT = "--num-token-slices 3 --token-slices 9,15,8"
+CUT = "--num-layers 2 --num-token-slices 3 --token-slices 9,15,8"
 WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
 SETUPS = {
     "gpt": Setup(flags=CUT),

@@ -2,16 +2,15 @@
 
 import json
 import shlex
-import subprocess
 from math import log
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher import runner
 
 from megatron_terapipe.search.learn.trials import read_trials
-from megatron_terapipe.search.machine.launcher import free_port
 from tests import warm
-from tests.end_to_end.launching import DEEPSPEED, ROOT, TIMEOUT_S, environment, read_metrics
+from tests.end_to_end.launching import PRETRAIN, read_metrics
 
 MODEL = {
     **{"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 260},
@@ -30,8 +29,6 @@ def search(folder: Path, *words: object) -> str:
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with a profile of this machine and the plan that was found with it; the output of `rank`."""
-    if not DEEPSPEED.exists():
-        pytest.skip(f"{DEEPSPEED} is not there")
     folder = tmp_path_factory.mktemp("searched")
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "cluster.json").write_text(json.dumps(CLUSTER))
@@ -46,20 +43,16 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_the_command_that_a_search_prints_trains(searched: tuple[Path, str]) -> None:
+    """DeepSpeed reads its flags, and warm programs run it; DeepSpeed's own launcher does in `tests/end_to_end`."""
     folder, printed = searched
     (command,) = (
         line.strip() for line in printed.splitlines() if line.strip().startswith("DS_ACCELERATOR=cpu deepspeed")
     )
-    words = shlex.split(command.replace("pretrain_gpt.py", str(ROOT / "pretrain_gpt.py")))[2:]
+    command = command.replace("pretrain_gpt.py", str(PRETRAIN))
+    read = runner.parse_args(shlex.split(command)[2:])
+    assert (read.num_gpus, read.user_script) == (2, str(PRETRAIN))
     more = ["--train-iters", "3", "--lr", "1e-2", "--eval-iters", "0", "--metrics-file", "metrics.jsonl"]
-    done = subprocess.run(
-        [str(DEEPSPEED), "--master_port", str(free_port()), *words, *more],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = warm.run(f"{command} {shlex.join(more)}", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     iterations, _ = read_metrics(folder / "metrics.jsonl")
     assert [each["global_batch_size"] for each in iterations] == [4] * 3
