@@ -360,6 +360,15 @@ def key_value_bytes_per_token(
     return block.num_key_value_heads * (model.kv_channels + value_size(model, block)) * element_bytes
 
 
+def expanded_channels(latent: LatentSizes) -> tuple[int, int]:
+    """Numbers of a head and a token in reach, where latents are kept: its key and value, and all that a backward holds.
+
+    The latter are products, keys, values that are as wide as they, and the gradients of both.
+    """
+    products = latent.key_size + latent.value_size
+    return products + latent.rotated_size, products + 4 * latent.head_size
+
+
 def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
     """Count the hidden states that a block keeps of a token: those that must stay, and outputs of norms.
 

@@ -1,5 +1,6 @@
 """The formula of activation bytes compared with the tensors that autograd keeps."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -7,13 +8,20 @@ import pytest
 import torch
 
 from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
+from benchmarks.measuring.counters import LiveBytes
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention import latent_attention
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig, flops
-from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.layers import BlockShape, LatentSizes
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.expert_dispatch import Pairs
+from megatron_terapipe.model.logits import LiveLogits, Logits
+from megatron_terapipe.model.prediction import PredictionLayer, Predictions
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.search.machine.trainers import TERAPIPE
+from megatron_terapipe.search.price.activations import LayerMemory
+from megatron_terapipe.search.price.workload import PREDICTION, gpt_workload
 from tests.model.configs import OF_FAMILIES, SEQ, llama_config, model_config
 
 ROWS = 4
@@ -49,10 +57,16 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def kept_bytes(
-    model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: tuple[int, ...], recompute: str, **more: bool
+    model: ModelConfig,
+    block: BlockShape,
+    dtype: torch.dtype,
+    cut: tuple[int, ...],
+    recompute: str,
+    kind: type[TransformerBlock] | type[PredictionLayer] = TransformerBlock,
+    **more: bool,
 ) -> int:
     """Bytes of the storages that the backward of a block will read, keys and values included, parameters not."""
-    layer = TransformerBlock(model, block, TensorParallelRanks(), recompute_cheap=recompute == "selective", **more)
+    layer = kind(model, block, TensorParallelRanks(), recompute_cheap=recompute == "selective", **more)
     layer.to(dtype)
     state = SequenceState(TokenSlices(cut), sequences=range(ROWS))
     storages: dict[int, torch.UntypedStorage] = {}
@@ -68,20 +82,28 @@ def kept_bytes(
         return pairs
 
     hidden, sort = torch.randn(ROWS, SEQ, model.hidden_size, dtype=dtype, requires_grad=True), Pairs.of
-    outputs = []
+    outputs: list[torch.Tensor] = []
+    others: list[int] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with hooks, patch.object(Pairs, "of", sorted_pairs):
         for index, (start, end) in enumerate(state.token_slices.bounds()):
             # Each token slice arrives in a tensor of its own, as from the stage before.
             received = hidden[:, start:end].detach().clone().requires_grad_()
-            outputs.append(layer(received, state.past(0, index)))
+            if kind is TransformerBlock:
+                outputs.append(layer(received, state.past(0, index)))
+                continue
+            logits = Logits(received, layer.projection, TensorParallelRanks(), LiveLogits(0))
+            given = Predictions((logits,), (received.detach().clone().requires_grad_(),))
+            # Output layers keep their inputs, of this depth and of the one before, which is not of this layer.
+            outputs.append(keep(layer(given, state.past(0, index)).logits[-1].hidden))
+            others.append(received.untyped_storage().data_ptr())
     if block.num_key_value_heads:
         for tensor in kept_keys_and_values(state, block.window):
             keep(tensor)
     for chosen, _ in state.cached_for_recompute.values():
         keep(chosen)
-    for parameter in layer.parameters():
-        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    for key in (*others, *(parameter.untyped_storage().data_ptr() for parameter in layer.parameters())):
+        storages.pop(key, None)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -146,6 +168,42 @@ def test_formula_where_latents_are_kept(name: str, cut: tuple[int, ...]) -> None
     formula = ROWS * SEQ * block_activation_bytes_per_token(model, block, 2, **latents)
     left_out = left_out_bytes(model, block, 2, cut, "none")
     assert kept_bytes(model, block, torch.bfloat16, cut, "none", **latents) == formula + left_out
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("name", ["llama", "norms_in_parallel", "shared_experts", "deepseek_like"])
+def test_formula_of_layers_that_predict_further_tokens(name: str, recompute: str) -> None:
+    model = replace(SHAPES[name], mtp_num_layers=1, position_embedding_type="rope", vocab_size=8)
+    (layer,) = (each for each in gpt_workload(model).layers if each.name == PREDICTION)
+    of_token = LayerMemory(
+        **{"layer": layer, "software": TERAPIPE, "element_bytes": 4, "tensor_parallel_size": 1},
+        sequence_parallel=False,
+    ).of_token(recompute)
+    block, norms = model.blocks[-1], 3 * ROWS * SEQ * (8 if model.normalization == "layernorm" else 4)
+    left_out = norms + left_out_bytes(model, block, 4, (20, 12), recompute)
+    kept = kept_bytes(model, block, torch.float32, (20, 12), recompute, PredictionLayer)
+    assert kept == ROWS * SEQ * (of_token.activations + of_token.key_values) + left_out
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_formula_of_keys_and_values_from_latents(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of the last token slice holds as much more for each token before it."""
+    sizes = LatentSizes(query_rank=0, rank=8, key_size=32, rotated_size=16, value_size=32)
+    numbers, held = flops.expanded_channels(sizes)
+    weight = torch.randn(4, sizes.key_size + sizes.value_size, sizes.rank, dtype=torch.bfloat16, requires_grad=True)
+    peaks = []
+    for num_token_slices in (4, 8):
+        state = SequenceState(TokenSlices.uniform(16 * num_token_slices, num_token_slices), sequences=range(ROWS))
+        monkeypatch.setattr(latent_attention, "EXPANDED_AT_ONCE", heads * numbers * ROWS * 16 * num_token_slices)
+        for index in range(num_token_slices):
+            query = torch.randn(ROWS, 16, 4, sizes.head_size, dtype=torch.bfloat16, requires_grad=True)
+            latent = torch.randn(ROWS, 16, sizes.kept_size, dtype=torch.bfloat16, requires_grad=True)
+            output = state.past(0, index).attend_latent(query, latent, weight, keep_latents=True, scale=0.1)
+        with LiveBytes() as live:
+            output.backward(torch.ones_like(output))
+        peaks.append(live.peak)
+    of_token = 2 * heads * held + 4 * sizes.kept_size  # And the sum over heads of the gradients of latents, in fp32.
+    assert peaks[1] - peaks[0] == ROWS * 64 * of_token
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

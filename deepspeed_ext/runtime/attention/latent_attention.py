@@ -71,8 +71,9 @@ class LatentTokenSliceAttention(torch.autograd.Function):
         parts = []
         for heads in _groups(reach, weight):
             of_heads = query[:, :, heads]
-            key, value = expanded(reach, weight[heads], key_size)
-            parts.append(kernel_of(of_heads, heads.start).forward(of_heads, key, value, scale))
+            keys_and_values = expanded(reach, weight[heads], key_size)
+            parts.append(kernel_of(of_heads, heads.start).forward(of_heads, *keys_and_values, scale))
+            del keys_and_values  # The next heads take their memory.
         output, log_sum_exp = (torch.cat(each, dim) for each, dim in zip(zip(*parts, strict=True), (2, 1), strict=True))
         ctx.save_for_backward(output.contiguous(), log_sum_exp, query, weight, *([latent] if state is None else []))
         ctx.state, ctx.start, ctx.scale, ctx.kernel_of, ctx.key_size = state, start, scale, kernel_of, key_size
@@ -103,6 +104,7 @@ class LatentTokenSliceAttention(torch.autograd.Function):
             of_latent[:, seen, :rank] += rows @ matrix.flatten(0, 1)
             of_latent[:, seen, rank:] += of_key[..., ctx.key_size :].sum(2, dtype=at_least_fp32)
             of_weight[heads] = (rows.flatten(0, 1).t() @ reach[:, seen, :rank].flatten(0, 1)).view_as(matrix)
+            del found, of_key, of_value, rows
         of_latent = of_latent.to(reach.dtype)
         if state is not None:
             prefix_len = reach.shape[1] - query.shape[1]

@@ -4,7 +4,7 @@ The same accounting as `deepspeed_ext.plan.memory`, for the order of a rank inst
 rank no memory is allocated or freed), and with the working memory of a running op.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.costs import SCORES_AT_ONCE, longest_in_window
+from deepspeed_ext.plan.costs import EXPANDED_AT_ONCE, SCORES_AT_ONCE, longest_in_window
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, result
 from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
@@ -20,6 +20,7 @@ from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.compiled import KINDS, OpColumns
 from megatron_terapipe.config.flops import (
     LOG_SUM_EXP_BYTES,
+    expanded_channels,
     kept_channels,
     latent_channels,
     routed_activation_bytes,
@@ -44,7 +45,7 @@ class TokenMemory(NamedTuple):
     key_value_gradients: ScalarOrArray = 0.0
     """Sums of their gradients, for all token slices but the last of a sequence."""
     logits: ScalarOrArray = 0.0
-    """Kept by head and loss, up to the limit of the software (`logit_limits`)."""
+    """Kept by head and loss, up to the limit of the software (`limits_of`)."""
     working: ScalarOrArray = 0.0
     """Extra memory while the backward of the layer runs: recomputed activations, and gradients."""
     freed_by_input_gradient: ScalarOrArray = 0.0
@@ -59,6 +60,11 @@ class TokenMemory(NamedTuple):
     state: ScalarOrArray = 0.0
     """Of a token slice, not of a token: states that its recurrences leave to the next one, in either recomputation;
     none where a sequence is one token slice."""
+    expanded: ScalarOrArray = 0.0
+    """Of a sequence, not of a token: extra memory of the backward of attention that has kept latents, with keys and
+    values of all heads; as many heads are computed at once as `EXPANDED_AT_ONCE` has room for, and one at least."""
+    expanded_head: ScalarOrArray = 0.0
+    """The same of one head."""
     recomputed: ScalarOrArray = 0.0
     """Activations of all layers of the stage, which its backward recomputes at once and holds while it runs."""
 
@@ -80,20 +86,27 @@ SCORE_LIMIT = SCORE_BYTES * SCORES_AT_ONCE
 """Bytes that these take at most, tile by tile."""
 
 
-class LogitLimits(NamedTuple):
-    """Bytes that logits take at most on a rank: kept, and in the working of the head."""
+class Limits(NamedTuple):
+    """Bytes that a rank holds at most."""
 
-    kept: float
-    working: float
+    kept: float = inf
+    """Of logits that are kept."""
+    working: float = inf
+    """In the working of the head."""
+    expanded: float = inf
+    """Of keys and values from latents, beyond one head's."""
 
 
-def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
-    """Limits of a trainer on logits, in bytes; infinite if it has none."""
+def limits_of(software: Software, element_bytes: int, layers: Iterable[Layer]) -> Limits:
+    """Limits of a trainer on logits and on expanded latents of layers, in bytes; infinite where there are none."""
+    channels = [expanded_channels(each.attention.latent) for each in layers if each.attention and each.attention.latent]
+    of_channel = max((held / numbers for numbers, held in channels), default=inf)
+    limits = Limits(expanded=EXPANDED_AT_ONCE * of_channel * element_bytes)
     if software.logits_at_once is None:
-        return LogitLimits(inf, inf)
-    return LogitLimits(
-        float(software.logits_at_once * element_bytes),
-        float(software.logits_at_once * _loss_working_bytes(software, element_bytes)),
+        return limits
+    return limits._replace(
+        kept=float(software.logits_at_once * element_bytes),
+        working=float(software.logits_at_once * _loss_working_bytes(software, element_bytes)),
     )
 
 
@@ -183,7 +196,7 @@ class LayerMemory:
         attention = layer.attention
         mlp_width = element * layer.activation_width / size
         query = exchanged = key_value = expanded = scores = log_sums = normed_heads = tile_scores = 0.0 * size
-        window = None
+        window, expanded_head = None, 0.0
         if attention is not None:
             query = element * attention.query_heads * (attention.head_size + attention.value_size) / 2 / size
             # After a head exchange the output of attention exists twice: in parts of heads and in parts of tokens.
@@ -197,8 +210,9 @@ class LayerMemory:
                 latents = latent_channels(latent, normed=attention.normed, latents_kept=self.kept_keys.latents)
                 normed_heads = normed_heads + element * latents * whole
                 if self.kept_keys.latents:
-                    # Keys and values of a few heads, and their gradients, exist while attention runs.
+                    # Outputs and gradients of own tokens; keys and values of all in reach are apart.
                     expanded = 4 * query
+                    expanded_head = element * expanded_channels(latent)[1] * layer.tokens
             positions = attention.most_positions(layer.tokens)
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
             copies = 2 * element + 1 if self.software.attention.keeps_dropped else element
@@ -261,6 +275,8 @@ class LayerMemory:
             scores=tile_scores * owned,
             window_gradients=((window or 1) - 1) * in_window * gradient_ratio,
             state=(0 if sizes is None else state_bytes(sizes, element)) / size,
+            expanded=expanded_head * (0 if attention is None else attention.query_heads) / size,
+            expanded_head=expanded_head + 0.0 * size,
         )
 
     def routed(self, *, working: bool = False) -> ScalarOrArray:
@@ -293,23 +309,32 @@ class StageBytes(NamedTuple):
     """Bytes on each stage of the whole pipeline, [stages, ...] numbers."""
 
     token: TokenMemory
-    """Of one token of a micro-batch; `working` and `scores` are of the layer with most, `window_gradients` of a
-    whole micro-batch, `state` of a token slice."""
+    """Of one token of a micro-batch; `IN_TURN` (`memory.py`) are of the layer with most. `window_gradients`, `expanded`
+    and `expanded_head` are of a whole micro-batch, `state` of a token slice."""
     inputs: Numbers | float = 0.0
     """Of `token.activations`: the input of a recomputed stage."""
     head_working: Numbers | float = 0.0
     """`working` of the head, which is separate because it has a limit."""
-    limits: LogitLimits = LogitLimits(inf, inf)
-    """Of logits and of `head_working` on a rank, in bytes."""
+    limits: Limits = Limits()
     is_recomputed: bool = False
     """Whether stages are recomputed: logits then exist only in the backward."""
 
 
 def working_bytes(
-    tokens: ScalarOrArray, of_token: TokenMemory, head_working: ScalarOrArray, limits: LogitLimits
+    tokens: ScalarOrArray,
+    of_token: TokenMemory,
+    head_working: ScalarOrArray,
+    limits: Limits,
+    sequences: ScalarOrArray = 1.0,
 ) -> ScalarOrArray:
-    """Return the bytes that the backward of a token slice holds while it runs; arguments broadcast."""
+    """Return the bytes that the backward of a token slice holds while it runs; arguments broadcast.
+
+    Args:
+        sequences: for which `of_token` has one.
+    """
     of_blocks = tokens * of_token.working + np.minimum(tokens * of_token.scores, SCORE_LIMIT)
+    one_head, all_heads = sequences * of_token.expanded_head, sequences * of_token.expanded
+    of_blocks = of_blocks + np.minimum(all_heads, np.maximum(one_head, limits.expanded))
     working = np.maximum(of_blocks, np.minimum(tokens * head_working, limits.working))
     return np.asarray(working + tokens * of_token.recomputed)
 

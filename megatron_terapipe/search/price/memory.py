@@ -26,7 +26,7 @@ from megatron_terapipe.search.price.activations import (
     LayerMemory,
     StageBytes,
     TokenMemory,
-    logit_limits,
+    limits_of,
     orders_of_ranks,
     peak_held,
     rank_order,
@@ -224,7 +224,8 @@ def _moving(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
     return overheads.activation_factor * (kept + overheads.working_factor * counted.working)
 
 
-WORKING, SCORES = TokenMemory._fields.index("working"), TokenMemory._fields.index("scores")
+IN_TURN = ("working", "scores", "expanded", "expanded_head")
+"""Memory that layers take one after the other: only the layer with most counts."""
 
 TRANSFERS = 3
 """Messages of one token slice that a stage holds in addition to its activations: one received, one sent, and the
@@ -425,19 +426,19 @@ class MemoryModel:
         """
         per_stage, shape = counts.per_stage, (len(counts.per_stage), -1, *(1,) * (of_kind.ndim - 2))
         stages = TokenMemory(*(sequences * stage_ops(per_stage, of_kind)))
-        # Layers run one after the other: only the largest temporary memory counts.
-        present = sequences * np.where(per_stage.reshape(shape) > 0, of_kind[[WORKING, SCORES], None], 0.0)
+        in_turn = of_kind[[TokenMemory._fields.index(name) for name in IN_TURN], None]
+        present = sequences * np.where(per_stage.reshape(shape) > 0, in_turn, 0.0)
         is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
         elements = stage_input_elements(self.workload, counts).reshape(-1, *shape[2:])
         inputs = ELEMENT_BYTES[self.precision] * elements * input_sequences
+        most = dict(zip(IN_TURN, present[:, :, ~is_head].max(axis=2, initial=0.0), strict=True))
         return StageBytes(
             stages._replace(
                 activations=stages.activations + inputs,
-                working=present[0][:, ~is_head].max(axis=1, initial=0.0),
                 freed_by_input_gradient=stages.freed_by_input_gradient + inputs,
-                scores=present[1].max(axis=1, initial=0.0),
+                **most,
             ),
             inputs,
             head_working=present[0][:, is_head].max(axis=1, initial=0.0),
-            limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]),
+            limits=limits_of(self.software, ELEMENT_BYTES[self.precision], self.counter.kinds),
         )

@@ -159,7 +159,7 @@ class GridMemory:
             activations=kept,
             key_values=before * last.key_value_gradients + sequences * last.window_gradients,
             logits=np.minimum(logits, of_stage.limits.kept),
-            working=working_bytes(part, last, head_working, of_stage.limits),
+            working=working_bytes(part, last, head_working, of_stage.limits, whole / self._model.workload.seq_length),
         )
 
     def _live_tokens_of(self, schedule: str, num_ranks: int, model_chunks: int, ranks: tuple[int, ...]) -> Floats:

@@ -7,7 +7,7 @@ from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import MEGATRON_CORE, MEGATRON_LM, TERAPIPE
-from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, logit_limits
+from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, limits_of
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
 from megatron_terapipe.strategy import USUAL_KEYS, KeptKeys
 from tests.search.price.machines import gpt
@@ -124,6 +124,16 @@ def test_scores_that_are_written_out_are_held_while_the_backward_runs() -> None:
     assert memory(flash, TERAPIPE).scores == 0
 
 
+def test_keys_and_values_from_latents_are_held_while_the_backward_runs() -> None:
+    sizes = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    _, layer = block(multi_latent_attention=True, **sizes)
+    # A product of 256, and four tensors of 192, of each head and token; at once as many as 320 in 2^27 numbers.
+    found = memory(layer, TERAPIPE, size=8, kept_keys=KeptKeys(latents=True))
+    assert (found.expanded, found.expanded_head) == (2 * 1024 * TOKENS * HEADS / 8, 2 * 1024 * TOKENS)
+    assert limits_of(TERAPIPE, 2, [layer]).expanded == pytest.approx(2 * 1024 * 2**27 / 320)
+    assert memory(layer, TERAPIPE).expanded == 0
+
+
 def test_tensors_that_wait_for_weight_gradients() -> None:
     """Inputs of the four products and gradients of their outputs: h + h + h + 4h and 3h + h + 4h + h numbers."""
     _, layer = block()
@@ -141,8 +151,8 @@ def test_ends() -> None:
     assert head.logits == 4 * model.padded_vocab_size() / 8  # 4sbv, section 4.3
     ours = memory(layers[-1], TERAPIPE, size=8)
     assert ours.logits == 2 * model.padded_vocab_size() / 8  # as they are, in bf16, up to a limit
-    assert logit_limits(TERAPIPE, 2).kept == 2 * LOGITS_AT_ONCE
-    assert logit_limits(MEGATRON_LM, 2).kept == inf
+    assert limits_of(TERAPIPE, 2, []).kept == 2 * LOGITS_AT_ONCE
+    assert limits_of(MEGATRON_LM, 2, []).kept == inf
     assert ours.freed_by_input_gradient == ours.activations
     assert memory(layers[0]).activations == HIDDEN  # masks of dropout
     assert memory(layers[0], TERAPIPE).activations == 0

@@ -1,5 +1,3 @@
-from math import inf
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +12,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE
 from megatron_terapipe.search.price.activations import (
     SCORE_LIMIT,
-    LogitLimits,
+    Limits,
     StageBytes,
     TokenMemory,
     peak_held,
@@ -245,7 +243,7 @@ def test_the_plans_own_account(
     shape = PipelineShape(ranks * model_chunks, 6, token_slices, model_chunks)
     freed = 0.4 if schedule == "zero-bubble" else 0.0
     bytes_of = stage_bytes(shape.num_stages, freed)
-    bytes_of = bytes_of._replace(limits=LogitLimits(20.0, inf))
+    bytes_of = bytes_of._replace(limits=Limits(20.0))
     by_stage = map(tuple, bytes_of.token[:3])
     token_bytes = TokenBytes(*by_stage, 7.0, freed, logits_limit=20.0, state=tuple(bytes_of.token.state))
     orders = [list(SCHEDULES[schedule](shape, rank)) for rank in range(ranks)]
@@ -282,11 +280,15 @@ def test_more_micro_batches_repeat_the_peak(
         # Scores have a limit.
         (TokenMemory(0.0, working=3.0, scores=SCORE_LIMIT / 4), "1f1b", 1, (2,), "working", SCORE_LIMIT / 2 + 6),
         (TokenMemory(0.0, working=3.0, scores=SCORE_LIMIT / 4), "1f1b", 1, (8,), "working", SCORE_LIMIT + 24),
+        # Keys and values from latents: bytes whatever the length, of all heads, of as many as the limit, or of one.
+        (TokenMemory(0.0, expanded=6.0, expanded_head=3.0), "1f1b", 1, (6, 2), "working", 6),
+        (TokenMemory(0.0, expanded=12.0, expanded_head=3.0), "1f1b", 1, (6, 2), "working", 8),
+        (TokenMemory(0.0, expanded=40.0, expanded_head=10.0), "1f1b", 1, (8,), "working", 10),
     ],
 )
 def test_peaks_by_hand(
     token: TokenMemory, schedule: str, micro_batches: int, lengths: tuple[int, ...], kind: str, expected: float
 ) -> None:
     order = rank_order(schedule, PipelineShape(1, micro_batches, len(lengths)), 0)
-    of_stage = StageBytes(TokenMemory(*(np.full(1, each) for each in token)))
+    of_stage = StageBytes(TokenMemory(*(np.full(1, each) for each in token)), limits=Limits(expanded=8.0))
     assert getattr(peak_held(order, lengths, of_stage), kind) == expected
