@@ -26,6 +26,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
@@ -164,79 +165,97 @@ def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: Hos
         spans: the rank's ops on a timeline without copies.
     """
     settings = settings.fitting(shape)
-    pauses = _within_host_bytes(list(_long_pauses(spans, settings)), settings.host_bytes)
-    fetches = _place_fetches(pauses, spans, settings)
+    ops, starts, ends = zip(*spans, strict=True) if spans else ((), (), ())
+    pauses = _within_host_bytes(list(_long_pauses(ops, starts, ends, settings)), settings.host_bytes)
+    fetches = _place_fetches(pauses, starts, ends, settings)
     # Without those that would not be back in time, the others are on the host earlier or at the same time.
-    drops = _place_drops(fetches, spans, settings)
+    there = sorted(fetches)
+    drops = dict(zip(there, _place_drops([pauses[each] for each in there], starts, ends, settings), strict=True))
     return [
-        HostCopy(pause.content, *pause.unit, pause.size, pause.written + 1, drops[pause], fetch, pause.after)
-        for pause, fetch in fetches.items()
+        HostCopy(pause.content, *pause.unit, pause.size, pause.written + 1, drops[number], fetch, pause.after)
+        for number, fetch in fetches.items()
+        for pause in (pauses[number],)
     ]
 
 
-def _long_pauses(spans: Sequence[Timed], settings: HostCopySettings) -> Iterator[_Pause]:
-    """Pauses that are longer than a copy to the host and one back, by the op before them."""
+def _long_pauses(
+    ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
+) -> Iterator[_Pause]:
+    """Pauses that are longer than a copy to the host and one back, by the op that writes the tensor and its content."""
     forwards: dict[tuple[int, int, int], int] = {}
     backwards: dict[tuple[int, int, int], int] = {}
-    for number, (op, *_) in enumerate(spans):
+    for number, op in enumerate(ops):
         if op.kind is OpKind.FORWARD:
             forwards[op[1:]] = number
         elif op.kind is not OpKind.WEIGHT_GRADIENT:
             backwards[op[1:]] = number
-    for (stage, micro_batch, token_slice), written in forwards.items():
+
+    @cache
+    def tensors(stage: int, token_slice: int) -> list[tuple[Content, float, float, int]]:
+        """Contents with their bytes, the time of a copy to the host and one back, and the last reader."""
+        found = []
         for content in Content:
-            size = settings.size(content, stage, token_slice)
-            last = (stage, micro_batch, settings.last_reader(content, stage, token_slice))
-            if not size or last not in backwards:
-                continue
-            before, after = forwards[last], backwards[last]
-            time = spans[after][1] - spans[before][2]
-            if time > size / settings.to_host + size / settings.from_host:
-                yield _Pause(content, (stage, micro_batch, token_slice), size, written, before, after)
+            if size := settings.size(content, stage, token_slice):
+                time = size / settings.to_host + size / settings.from_host
+                found.append((content, size, time, settings.last_reader(content, stage, token_slice)))
+        return found
+
+    for unit, written in forwards.items():
+        stage, micro_batch, token_slice = unit
+        for content, size, time, last in tensors(stage, token_slice):
+            reader = (stage, micro_batch, last)
+            if reader in backwards:
+                before, after = forwards[reader], backwards[reader]
+                if starts[after] - ends[before] > time:
+                    yield _Pause(content, unit, size, written, before, after)
 
 
 def _within_host_bytes(pauses: Sequence[_Pause], most: float) -> list[_Pause]:
     """Leave out copies that the host has no room for: of those there at a time, the one that is read again first."""
-    chosen = set(pauses)
-    on_host: list[tuple[int, int, _Pause]] = []
+    left_out: set[int] = set()
+    on_host: list[tuple[int, int]] = []
     held = 0.0
-    for number, pause in enumerate(sorted(pauses, key=lambda pause: pause.written)):
+    for number, pause in enumerate(pauses):
         while on_host and on_host[0][0] <= pause.written:
-            held -= heappop(on_host)[2].size
-        heappush(on_host, (pause.after, number, pause))
+            held -= pauses[heappop(on_host)[1]].size
+        heappush(on_host, (pause.after, number))
         held += pause.size
         while held > most:
-            left_out = heappop(on_host)[2]
-            held -= left_out.size
-            chosen.remove(left_out)
-    return [pause for pause in pauses if pause in chosen]
+            first = heappop(on_host)[1]
+            held -= pauses[first].size
+            left_out.add(first)
+    return [pause for number, pause in enumerate(pauses) if number not in left_out]
 
 
-def _place_drops(pauses: Iterable[_Pause], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Pause, int]:
-    """The first place of each pause at which the rank need not wait for its copy: it ends before the next op starts."""
-    starts, ends = [start for _, start, _ in spans], [end for _, _, end in spans]
+def _place_drops(
+    pauses: Sequence[_Pause], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
+) -> list[int]:
+    """[pauses] the first place at which the rank need not wait for its copy: it ends before the next op starts."""
     free = -inf
-    drops = {}
-    for pause in sorted(pauses, key=lambda pause: (pause.written, pause.content)):
+    drops = []
+    for pause in pauses:
         free = max(free, ends[pause.written]) + pause.size / settings.to_host
-        drops[pause] = max(pause.before + 1, bisect_left(starts, free))
+        drops.append(max(pause.before + 1, bisect_left(starts, free)))
     return drops
 
 
-def _place_fetches(pauses: Iterable[_Pause], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Pause, int]:
-    """The last place of each pause from which its copy back is in time; without those for which there is none.
+def _place_fetches(
+    pauses: Sequence[_Pause], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
+) -> dict[int, int]:
+    """By the number of a pause the last place from which its copy back is in time; without those that have none.
 
     Placed from the last to the first: each must end before its reader starts, and before the next copy does.
     """
-    ends = [end for _, _, end in spans]
-    drops = _place_drops(pauses, spans, settings)
+    drops = _place_drops(pauses, starts, ends, settings)
     next_start = inf
-    placed: list[tuple[_Pause, int]] = []
-    for pause in sorted(drops, key=lambda pause: (pause.after, pause.written), reverse=True):
-        start = min(next_start, spans[pause.after][1]) - pause.size / settings.from_host
+    placed: list[tuple[int, int]] = []
+    order = sorted(range(len(pauses)), key=lambda each: (pauses[each].after, pauses[each].written), reverse=True)
+    for number in order:
+        pause = pauses[number]
+        start = min(next_start, starts[pause.after]) - pause.size / settings.from_host
         place = min(bisect_right(ends, start), pause.after - AHEAD)
-        if place > drops[pause]:
-            placed.append((pause, place))
+        if place > drops[number]:
+            placed.append((number, place))
             next_start = start
     return dict(reversed(placed))
 

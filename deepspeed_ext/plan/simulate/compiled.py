@@ -14,9 +14,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -25,7 +25,8 @@ import numpy as np
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import token_lengths
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings, TimedCopy
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, TimedCopy
+from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate import STEP_PARTS, check_complete, check_orders, simulate
 from deepspeed_ext.plan.timeline import Span, Timeline
@@ -383,25 +384,26 @@ class CopyEvents(NamedTuple):
     @classmethod
     def of(cls, plan: HostCopyPlan | None, bounds: Numbers) -> "CopyEvents":
         """Number the copies of a plan; bounds [ranks + 1] of the rows of ops."""
-        num_ops = int(bounds[-1])
+        num_ops, ranks = int(bounds[-1]), () if plan is None else plan.ranks
+        copies = list(chain.from_iterable(ranks))
+        content, *_, size, offload, drop, fetch, reader = zip(*copies, strict=True) if copies else [()] * 9
+        first = np.repeat(bounds[: len(ranks)], list(map(len, ranks)))
+        number = np.arange(len(copies))
         back = np.full(num_ops, NOTHING, np.int32)
-        sizes: list[float] = []
+        np.maximum.at(
+            back, first + np.array(reader, np.int64), number
+        )  # the last one, since they are back in this order
         # By op, then by event, then in the order in which copies are posted.
-        events: list[tuple[int, int, str, int]] = []
-        for (first, _), copies in zip(pairwise(bounds.tolist()), () if plan is None else plan.ranks, strict=False):
-            for posted, copy in enumerate(copies, start=len(sizes)):
-                sizes.append(copy.size)
-                events.append((first + copy.offload - 1, OFFLOADED, copy.content, posted))
-                events.append((first + copy.fetch - 1, FETCHED, "", posted))
-                events.append((first + copy.drop - 1, DROPPED, "", posted))
-                back[first + copy.reader] = posted  # the last one, since they are back in this order
-        events.sort()
-        counts = np.bincount([op for op, *_ in events], minlength=num_ops) if events else np.zeros(num_ops, np.int64)
+        op = np.concatenate([first + np.array(each, np.int64) - 1 for each in (offload, fetch, drop)])
+        event = np.repeat([OFFLOADED, FETCHED, DROPPED], len(copies))
+        keys_later = np.concatenate([[each is Content.KEYS_AND_VALUES for each in content], np.zeros(2 * len(copies))])
+        order = np.lexsort((keys_later, event, op))
+        counts = np.bincount(op, minlength=num_ops)
         speeds = (1.0, 1.0) if plan is None else (plan.to_host, plan.from_host)
         return cls(
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            np.array([3 * copy + event for _, event, _, copy in events], np.int32),
-            np.concatenate([np.array(sizes, np.float64) / speed for speed in speeds]),
+            (3 * np.tile(number, 3) + event)[order].astype(np.int32),
+            np.concatenate([np.array(size, np.float64) / speed for speed in speeds]),
             back,
         )
 
@@ -434,8 +436,15 @@ class SimulatedOrders:
     """[N] start of each op, rank after rank."""
     ends: Numbers
     """[N] end of each op."""
-    host_copies: tuple[TimedCopy, ...] = ()
-    """Copies to the host and back, by rank and start."""
+    copies: CopyEvents
+    plan: HostCopyPlan | None
+    copied: Numbers
+    """[3 * C] times of the copies, as `simulate_ops` has them."""
+
+    @cached_property
+    def host_copies(self) -> tuple[TimedCopy, ...]:
+        """Copies to the host and back, by rank and start."""
+        return tuple(self.copies.timed(self.plan, self.copied))
 
     @property
     def makespan(self) -> float:
@@ -458,10 +467,6 @@ class SimulatedOrders:
         """Return a timeline for drawings and the like, without transfers."""
         spans = tuple(map(self.spans, range(self.compiled.shape.num_ranks)))
         return Timeline(self.compiled.shape, spans, host_copies=self.host_copies)
-
-    def with_host_copies(self, costs: OpCosts, settings: HostCopySettings) -> "SimulatedOrders":
-        """Simulate the orders again, with the host copies that are planned on these times."""
-        return self.compiled.simulate(costs, HostCopyPlan.of(self.spans, self.compiled.shape, settings))
 
 
 @dataclass(frozen=True, eq=False)
@@ -530,7 +535,7 @@ class CompiledOrders:
         if num_done < num_ops:
             simulate(self.orders, self.shape, costs)  # raises the error
             raise AssertionError("the plain simulator ends where the fast one does not")
-        return SimulatedOrders(self, starts, ends, tuple(copies.timed(host_copies, copied)))
+        return SimulatedOrders(self, starts, ends, copies, host_copies, copied)
 
     def peak_activation(self, lengths: Sequence[float] | None = None) -> tuple[float, ...]:
         """Per rank its peak of activations, equal to `memory.peak_activation`; it needs no costs."""

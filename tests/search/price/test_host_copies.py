@@ -97,10 +97,11 @@ def test_bytes_are_those_of_the_plan(schedule: str, micro_batches: int) -> None:
     costs = OpCosts(ones, ones)
     simulated = ScheduleSimulator().orders(schedule, shape).simulate(costs)
     settings = HostCopySettings(lengths=lengths, input_bytes=inputs, key_value_bytes=keys)
-    timeline = simulated.with_host_copies(costs, settings).timeline()
+    plan = HostCopyPlan.of(simulated.spans, shape, settings)
+    timeline = simulated.compiled.simulate(costs, plan).timeline()
     nothing = (0.0,) * 6
     curves = memory_over_time(timeline, lengths, TokenBytes(nothing, keys, nothing, stage_input=inputs))
-    copies = HostCopyPlan.of(simulated.spans, shape, settings).ranks
+    copies = plan.ranks
     of_token = TokenMemory(np.array(inputs), np.array(keys), freed_by_input_gradient=np.array(inputs))
     of_stage = StageBytes(of_token, is_recomputed=True)
     for rank, curve in enumerate(curves):
