@@ -4,7 +4,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
@@ -249,34 +250,21 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
         return (TensorSpec((rows, own, config.model.hidden_size), dtype, requires_grad=True),)
 
     # DeepSpeed prints its topology and every layer.
-    vocabulary_stages, further = config.parallel.vocabulary_stages, config.model.mtp_num_layers
-    split: Any = split_batch
-    loss_fn: Any = gpt_loss
-    output_fn: Any = Logits.compute if trained.is_gpt else None
-    if further:
-        split, loss_fn, output_fn = split_for_predictions(config.model), prediction_losses, Predictions.compute
-    elif vocabulary_stages:
-        split, output_fn = split_batch_with_labels, None
-    if trained.loss or not trained.is_gpt:
-        loss_fn = CheckedLoss(trained.loss or gpt_loss, trained.program)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         with device:
             module = TokenSlicePipelineModule(
                 layers,
                 layout=layout,
                 token_slices=config.token_slices(),
-                loss_fn=loss_fn,
-                num_losses=1 + further if further else None,
-                output_fn=output_fn,
                 partition=partition,
                 num_model_chunks=config.parallel.pipeline().num_model_chunks,
                 placement=config.parallel.pipeline().placement,
-                split_batch=split,
+                **_batch_to_loss(run),
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data, numbered=config.model.balances_documents),
                 cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),
                 # Stages of the vocabulary send more than hidden states.
-                activation_spec=None if vocabulary_stages or not trained.is_gpt else hidden_state,
+                activation_spec=None if config.parallel.vocabulary_stages or not trained.is_gpt else hidden_state,
                 **_recomputation(run, layers),
                 # Masks of the GPT's dropout depend on the position (positional_dropout.py): no layer of it draws from a
                 # generator.
@@ -314,6 +302,22 @@ def _layers_and_stages(run: Run, device: torch.device, ranks: ModelRanks) -> tup
         layers = run.trained.layers(run.config, ranks)
     check_layers_of(layers, run.trained.program)
     return layers, _partition(run, layers)
+
+
+def _batch_to_loss(run: Run) -> dict[str, Any]:
+    """Return the functions of the module that split micro-batches, and that turn its output into losses and logits."""
+    model, trained = run.config.model, run.trained
+    split: Callable[..., Any] = split_batch
+    loss: Callable[..., Any] = gpt_loss
+    logits: Callable[[Any], Tensor] | None = Logits.compute if trained.is_gpt else None
+    if model.mtp_num_layers:
+        split, loss, logits = split_for_predictions(model), prediction_losses, Predictions.compute
+    elif run.config.parallel.vocabulary_stages:
+        split, logits = split_batch_with_labels, None
+    if trained.loss or not trained.is_gpt:
+        loss = CheckedLoss(trained.loss or gpt_loss, trained.program)
+    num_losses = 1 + model.mtp_num_layers if model.mtp_num_layers else None
+    return {"split_batch": split, "loss_fn": loss, "num_losses": num_losses, "output_fn": logits}
 
 
 def _recomputation(run: Run, layers: Sequence[Any]) -> dict[str, Any]:
