@@ -56,6 +56,7 @@ _GRANITE = {
     "attention_bias": True,
 }
 _ROUTED_BY_SOFTMAX = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
 _QWEN3_MOE = _ROUTED_BY_SOFTMAX | {"head_dim": 12}
 _LATENT = {
     **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
@@ -246,8 +247,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 12}),
     "ernie4_5_moe": (
         "ernie4_5_moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_interval": 2},
+        _ERNIE | {"moe_layer_interval": 2},
     ),
+    "ernie4_5_moe-all-but-first": ("ernie4_5_moe", _ERNIE | {"moe_layer_start_index": 1}),
+    "ernie4_5_moe-third": ("ernie4_5_moe", _ERNIE | {"moe_layer_interval": 3}),
     "mellum": ("mellum", _QWEN3_MOE | {"sliding_window": 6, "layer_types": _TYPES}),
     "dots1": (
         "dots1",
