@@ -23,6 +23,7 @@ from megatron_terapipe.huggingface.families.family import Family, FurtherNames, 
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
     NATURAL,
+    NOT_NEGATIVE,
     NUMBER,
     SWITCH,
     WORD,
@@ -153,7 +154,6 @@ def _read_positions(file: SettingsFile, fields: Fields) -> Fields:
 
 
 _OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_NOT_NEGATIVE = Kind("a number, 0 or more", lambda value: value == 0 or NUMBER.fits(value))
 
 
 def _read_latents(file: SettingsFile, fields: Fields) -> Fields:
@@ -166,7 +166,7 @@ def _read_latents(file: SettingsFile, fields: Fields) -> Fields:
     if fields["rotary_interleaved"]:
         raise file.refusal("rotary_interleaved", "latent attention has an order of channels of its own")
     sizes = {name: file.value(name, COUNT, None, nullable=name == "q_lora_rank") for name in _OF_LATENTS}
-    weights = {name: float(file.value(name, _NOT_NEGATIVE)) for name in ("mscale", "mscale_all_dim")}
+    weights = {name: float(file.value(name, NOT_NEGATIVE)) for name in ("mscale", "mscale_all_dim")}
     yarn, kind = _read_yarn(file), file.expect("rope_type", (None, "yarn", "rope"))
     factor = yarn_factor(yarn["rotary_scaling_factor"], weights["mscale_all_dim"])
     return {
@@ -357,7 +357,7 @@ MEGATRON = Family(
         ),
         Setting((*_SWITCHES, "bias_gelu_fusion"), _read_activation, _write_activation),
         same("activation_func_clamp_value", "activation_func_clamp_value", NUMBER, None),
-        same("glu_linear_offset", "glu_linear_offset", _NOT_NEGATIVE, 0.0),
+        same("glu_linear_offset", "glu_linear_offset", NOT_NEGATIVE, 0.0),
         opposite("add_bias_linear", "disable_bias_linear", True),
         same("add_qkv_bias", "add_qkv_bias", SWITCH, False),
         word("normalization", "normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}, "LayerNorm"),

@@ -95,6 +95,9 @@ class RotationSettings(LatentSettings):
     )
     """Factor of the rotated channels of queries and keys."""
 
+    query_scaling_beta: float = option(0.0, least=0, most=1e6)
+    """Multiply rotated queries by 1 + B ln(1 + floor(position / --rotary-original-length)), as Llama 4 does."""
+
     rotary_base_local: float | None = option(None, needs=("sliding_window",), above=0, most=1e15)
     """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
     layers."""
@@ -129,6 +132,8 @@ class Rotation:
     """Angle per position of each pair of channels, in the order of the pairs."""
     factor: float = 1.0
     """Factor of the channels that turn."""
+    query_scaling: tuple[float, int] = (0.0, 1)
+    """B and L, where queries have a factor of 1 + B ln(1 + floor(position / L))."""
     interleaved: bool = False
     """Whether pair c is channels 2c and 2c + 1; otherwise it is channels c and c + the number of pairs."""
 
@@ -137,12 +142,12 @@ def rotation_of(model: RotationSettings, block: BlockShape) -> Rotation | None:
     """Return the rotation of a layer's queries and keys; None if it has none."""
     if not model.rotates or not block.rotated:
         return None
+    scaling = model.query_scaling_beta, model.rotary_original_length
     if block.window is not None and model.rotary_base_local is not None:
         local = frequencies_of_base(model.rotary_base_local, model.rotary_channels)
-        return Rotation("rotation in windows", local, interleaved=model.rotary_interleaved)
-    return Rotation(
-        "rotation", scaled_frequencies(model), model.rotary_attention_factor, interleaved=model.rotary_interleaved
-    )
+        return Rotation("rotation in windows", local, 1.0, scaling, model.rotary_interleaved)
+    factor = model.rotary_attention_factor
+    return Rotation("rotation", scaled_frequencies(model), factor, scaling, model.rotary_interleaved)
 
 
 def frequencies_of_base(base: float, channels: int) -> tuple[float, ...]:
@@ -313,6 +318,9 @@ def check_rotation(model: RotationSettings) -> None:
         raise ConfigError(
             f"--rotary-scaling-factor {model.rotary_scaling_factor} contradicts --rotary-scaling none: drop one of them"
         )
+    if model.query_scaling_beta and not model.rotates:
+        words = f"--query-scaling-beta {model.query_scaling_beta} is for rotated queries"
+        raise ConfigError(f"{words}: add --position-embedding-type rope")
     if model.rotary_scaling != "none" and not model.rotates:
         raise ConfigError(
             f"--rotary-scaling {model.rotary_scaling} needs rotations: add --position-embedding-type rope"

@@ -86,6 +86,8 @@ class SelfAttention(CausalAttention):
         groups = self.query_key_value(hidden, recomputed)
         groups = groups.unflatten(-1, (-1, sum(self.parts_of_group), self.head_size))
         query, key, value, *gate = self._heads(groups, past)
+        if self.rotary is not None:
+            query = self.rotary.of_queries(query, past)
         attended = past.attend(query, key, value, sinks=self.sinks, **self.settings)
         if gate:
             attended = attended * gate[0].sigmoid()

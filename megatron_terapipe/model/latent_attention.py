@@ -94,6 +94,7 @@ class LatentAttention(CausalAttention):
         if self.rotary is not None:
             turns, interleaved = self.rotary.of_token_slice(past, kept), self.rotary.rotation.interleaved
             query = rotated(query, *turns, interleaved=interleaved, after=sizes.key_size)
+            query = self.rotary.of_queries(query, past)
             kept = rotated(kept.unsqueeze(2), *turns, interleaved=interleaved, after=sizes.rank).squeeze(2)
         attended = past.attend_latent(query, kept, self.up, keep_latents=self.latents_kept, **self.settings)
         return self.projection(attended.flatten(2), completed=completed)

@@ -43,6 +43,18 @@ class RotaryTable:
 
         return past.cached_for_slice(self.rotation.name, looked_up)
 
+    def of_queries(self, query: Tensor, past: Past) -> Tensor:
+        """Return queries [B, N, H, D], multiplied by the factors of their positions."""
+        beta, length = self.rotation.query_scaling
+        if not beta:
+            return query
+
+        def factors() -> Tensor:
+            positions = past.positions(query.shape[1], query.device)
+            return (1 + beta * torch.log1p((positions // length).double()))[..., None, None].to(query.dtype)
+
+        return query * past.cached_for_slice("factors of queries", factors)
+
     def between(self, start: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, N, 1, R/2] of the positions start .. end: views.
 

@@ -35,7 +35,7 @@ BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
         [
             *("mistral", "qwen2-windows", "gemma", "gemma2", "smollm3", "starcoder2", "stablelm-parallel", "nemotron"),
             *("gpt_bigcode", "ministral", "arcee", "seed_oss", "ernie4_5", "glm", "glm4", "olmo3-scaled", "exaone4"),
-            *("helium", "hunyuan_v1_dense", "phi", "cohere2", "minicpm3", "sarvam_mla"),
+            *("helium", "hunyuan_v1_dense", "phi", "cohere2", "minicpm3", "sarvam_mla", "ministral3"),
         ],
     ),
     # Tied and learned weights at both ends, windows by layer, norms side by side, and a state.

@@ -41,6 +41,9 @@ _LLAMA3 = {
     "rope_theta": 100.0,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+_SCALED_QUERIES = _YARN | {
+    **{"original_max_position_embeddings": 5, "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.4},
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.2, 1.5, 2.0],
@@ -212,6 +215,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("qwen3_5_text", _DELTA_NET),
     "qwen3_5_moe": ("qwen3_5_moe_text", _SHARED_EXPERT),
+    "ministral3": ("ministral3", {"head_dim": 12, "rope_parameters": _SCALED_QUERIES}),
     "deepseek_v3": (
         "deepseek_v3",
         _LATENT

@@ -13,6 +13,7 @@ from megatron_terapipe.huggingface.families.settings import (
     BITS,
     COUNT,
     NATURAL,
+    NOT_NEGATIVE,
     NUMBER,
     NUMBERS,
     SWITCH,
@@ -114,6 +115,24 @@ def rotations(
         return keys
 
     return Setting((base_key, part_key, _ORIGINAL, *_SECTIONS), read, write)
+
+
+def with_scaled_queries(usual: Setting) -> Setting:
+    """Return a setting of rotations whose section has the factor of queries by their positions, too."""
+    key = "llama_4_scaling_beta"
+
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        section = next((each for name in _SECTIONS if (each := file.section(name))), None)
+        found, beta = usual.read(file, fields), 0.1 if section is None else section.value(key, NOT_NEGATIVE)
+        if section is not None and found["rotary_scaling"] != "yarn":
+            raise section.refusal(key, "queries are scaled by a length that only rotations with YaRN have")
+        return {**found, "query_scaling_beta": float(beta)}
+
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        keys, section = usual.write(model), usual.write(model)["rope_scaling"]
+        return {**keys, "rope_scaling": section and {**section, key: model.query_scaling_beta}}
+
+    return Setting(usual.keys, read, write)
 
 
 def _scaling_of(section: SettingsFile) -> str:

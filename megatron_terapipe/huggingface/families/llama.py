@@ -17,6 +17,7 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     window_by_type,
     window_of_all,
     window_or_unrotated,
+    with_scaled_queries,
 )
 from megatron_terapipe.huggingface.families.settings import (
     ATTENTION_BIASES,
@@ -101,6 +102,22 @@ _MISTRAL: dict[str, Any] = {"key_heads": 8, "defaults": (32000, 131072, 4096, 14
 MISTRAL = llama_like("mistral", "MistralForCausalLM", swish(), window_of_all(4096), **_MISTRAL)
 
 MINISTRAL = llama_like("ministral", "MinistralForCausalLM", swish(), window_by_type(None), **_MISTRAL)
+
+_MINISTRAL3_YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
+
+MINISTRAL3 = llama_like(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    swish(),
+    window_of_all(),
+    rotation=with_scaled_queries(
+        rotations(base=1_000_000.0, scalings=("yarn",), usual={**_MINISTRAL3_YARN, "attention_factor": 1.0})
+    ),
+    key_heads=8,
+    head_size=128,
+    epsilon=1e-5,
+    defaults=(131072, 262144, 4096, 14336, 34, 32),
+)
 
 ARCEE = llama_like(
     "arcee",

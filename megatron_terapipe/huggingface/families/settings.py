@@ -34,6 +34,7 @@ NUMBER = Kind(
     "a number above 0",
     lambda value: isinstance(value, int | float) and value is not True and isfinite(value) and value > 0,
 )
+NOT_NEGATIVE = Kind("a number, 0 or more", lambda value: (value == 0 and value is not False) or NUMBER.fits(value))
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 WORD = Kind("a word", lambda value: isinstance(value, str))
 WORDS = Kind("a list of words", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
