@@ -180,7 +180,7 @@ def initialize(
             is found for the costs of the ops before the first batch. Or a `ProvenSchedule`, which is not proven again,
             and has the `host_copies` and the `expert_exchange`.
         timeout: longest time that a rank may wait for another. After it, one line names the rank that blocks the run,
-            and all processes end with the code `stall_watch.STALLED`.
+            and all processes end with the code `processes.STALLED`.
         ledger_directory: directory to which every rank then writes its completed and its current instructions.
         watch: the watch of this rank, with a timeout and a directory of its own; None to make one.
         overlap_grad_reduce: start to sum gradients over data-parallel ranks as soon as the last backward of the step

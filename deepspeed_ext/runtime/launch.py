@@ -26,7 +26,11 @@ __all__ = ["LaunchEnvironment"]
 
 
 class MeetingError(UserError):
-    """Rank 0 does not serve the place where the ranks are to meet; all ranks of a host have the same error."""
+    """Rank 0 does not serve the place where the ranks are to meet; most ranks of a host have the same error."""
+
+
+class AbsentRankError(MeetingError):
+    """A rank did not come to the place in time."""
 
 
 _FIRST_HOST = re.compile(r"(?:[^,\[\]]|\[\d[\d,-]*\])+")

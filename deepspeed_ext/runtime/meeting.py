@@ -105,6 +105,7 @@ class _Place:
                     speaks, self.state = bool(received), f"it sends {received!r}" if received else "it hangs up"
                 except TimeoutError:
                     self.state = _SILENT
+                    what += ", or rank 0 is stopped"
         except (socket.gaierror, UnicodeError) as error:
             self.state = getattr(error, "strerror", "") or str(error)
             what += f" has no address on host {socket.gethostname()}"

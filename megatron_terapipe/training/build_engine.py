@@ -96,6 +96,7 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
             _ledgers(run),
             # The store may remain when ranks are started again.
             name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            kill_timer=None if rank_watch is None else rank_watch.kill_timer,
             remedy=lambda: remedy(run.config.checkpoint.save),
             end=partial(_end, rank_watch),
             ending=lambda why: None if rank_watch is None else rank_watch.ending(why, True),

@@ -5,6 +5,8 @@
     user error before the process group                      first rank of each host            2
     user error that all ranks raise (`AGREED`)               rank 0                             2
     user error of one rank, once there is a process group    that rank                          2
+    no place to meet                                         rank of each host that ends first  2
+    a rank that does not come to it                          the same                           `STALLED`
     another rank is lost                                     its watch (`rank_watch.py`)        `LOST`
     Ctrl-C                                                   first rank of each host, or        130
                                                              `terapipe train` on this host
@@ -30,6 +32,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from ctypes import CDLL
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -37,8 +40,9 @@ from typing import Any, Self
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import BAD_INPUT, INTERRUPTED
+from deepspeed_ext.runtime.health.processes import STALLED
 from deepspeed_ext.runtime.health.rank_watch import LOST, RankWatch, watch_rank
-from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError, number
+from deepspeed_ext.runtime.launch import AbsentRankError, LaunchEnvironment, MeetingError, number
 from megatron_terapipe.checkpoint.directories import latest_checkpoint, names_model_folder
 from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.errors import (
@@ -80,6 +84,8 @@ class EndOfRun:
         self._interrupted_at = -math.inf
         self.in_process_group = False
         """Whether this rank may be the only one with an error."""
+        self.ends_first = lambda: self.launch.local_rank == 0
+        """Called for whether no other rank of this host has ended by an error."""
         self.after_report = ExitStack()
         """Called after the error has been printed; not called where another rank is lost."""
         self.lost: Callable[[str], object] = lambda reason: None
@@ -123,9 +129,13 @@ class EndOfRun:
                     if isinstance(error, OSError)
                     else error
                 )
-                alone = self.in_process_group and not isinstance(error, MeetingError)
-                reports = self.launch.rank == 0 if isinstance(error, AGREED) else first_of_host or alone
-                self._end(BAD_INPUT, f"error: {line}" if reports else "")
+                reports = first_of_host or self.in_process_group
+                if isinstance(error, MeetingError):
+                    reports = self.ends_first()
+                elif isinstance(error, AGREED):
+                    reports = self.launch.rank == 0
+                code = STALLED if isinstance(error, AbsentRankError) else BAD_INPUT
+                self._end(code, f"error: {line}" if reports else "")
             case KeyboardInterrupt():
                 self._end(INTERRUPTED, f"interrupted: {self.remedy()}" if prints_ctrl_c(self.launch) else "")
         self.after_report.close()
@@ -166,8 +176,13 @@ def watch_over(
     if torch := sys.modules.get("torch"):  # Programs of the user's own import it first: c10::initLogging() reads again.
         with suppress(OSError, AttributeError):
             CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
-    how = partial(remedy, config.checkpoint.save)
-    return watch_rank(launch, remedy=how, ending=ending, prints_ctrl_c=prints_ctrl_c(launch))
+    return watch_rank(
+        launch,
+        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        remedy=partial(remedy, config.checkpoint.save),
+        ending=ending,
+        prints_ctrl_c=prints_ctrl_c(launch),
+    )
 
 
 def remedy(save: str | None) -> str:

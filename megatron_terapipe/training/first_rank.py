@@ -5,7 +5,6 @@ A search takes seconds, and ranks with other files or releases could find other 
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.launch import LaunchEnvironment
+from deepspeed_ext.runtime.launch import AbsentRankError, LaunchEnvironment
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError, SearchError
 from megatron_terapipe.planning import Ask
@@ -127,10 +126,8 @@ def _received(store: Any, key: str) -> bytes:
             before = now
 
 
-def rendezvous_error(launch: LaunchEnvironment, timeout: timedelta, error: Exception) -> BaseException:
+def rendezvous_error(launch: LaunchEnvironment, timeout: timedelta, error: Exception) -> UserError:
     """Return the exception of a failed rendezvous: the port is in use, as by a second run, or a rank is missing."""
-    from deepspeed_ext.runtime.health.stall_watch import STALLED
-
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if launch.rank == 0 and "EADDRINUSE" in str(error):
         return ConfigError(
@@ -138,10 +135,7 @@ def rendezvous_error(launch: LaunchEnvironment, timeout: timedelta, error: Excep
             "another with --master_port, or set MASTER_PORT for mpirun and srun"
         )
     why = str(error).partition("\n")[0]
-    print(
-        f"error: the ranks did not meet at {host}:{port} within --distributed-timeout-minutes "
-        f"{timeout.total_seconds() / 60:g} ({why}): find the rank or host that did not start",
-        file=sys.stderr,
-        flush=True,
+    return AbsentRankError(
+        f"the ranks did not meet at {host}:{port} within --distributed-timeout-minutes "
+        f"{timeout.total_seconds() / 60:g} ({why}): find the rank or host that did not start"
     )
-    return SystemExit(STALLED)

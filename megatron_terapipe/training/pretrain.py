@@ -88,7 +88,7 @@ def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: E
             if rank_watch.reports_end:  # By now: this rank may report in place of the one that is lost.
                 report.write_end(reason, failed=True)
 
-        end.lost = write_loss
+        end.lost, end.ends_first = write_loss, lambda: rank_watch.ends_first
         from megatron_terapipe.checkpoint.agreement import from_first_rank
         from megatron_terapipe.training.build_engine import build_engine, process_group
         from megatron_terapipe.training.long_work import work_of_any_rank

@@ -11,8 +11,9 @@ from typing import Any
 STOPPED = "stopped"
 """File that appears when the process has stopped."""
 
-PLACES = ("building", "op", "end of step", "evaluating", "saving", "end of save", "leaving")
-"""Where a rank may stop: while the engine is built, and in the third iteration or after it."""
+PLACES = ("meeting", "joining", "building", "op", "end of step", "evaluating", "saving", "end of save", "leaving")
+"""Where a rank may stop: before the ranks have met, before they are watched together, while the engine is built, and in
+the third iteration or after it."""
 
 RUN_AT_START = """
 import os
@@ -54,6 +55,8 @@ def prepare(place: str) -> None:
         return len(saves) == 2
 
     owner, name, when = {
+        "meeting": (build_engine, "init_distributed", _always),
+        "joining": (build_engine, "watch_this_rank", _always),
         "building": (build_engine, "initialize", _always),
         "op": (Executor, "execute", in_a_third_backward),
         "end of step": (Engine, "_aggregate_total_loss", in_the_third),

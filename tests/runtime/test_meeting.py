@@ -30,7 +30,11 @@ def torch_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("rank", "server", "line"),
     [
-        (1, "silent", "port {port} of 127.0.0.1, where the ranks meet, belongs to another program (it does not ans"),
+        (
+            1,
+            "silent",
+            "port {port} of 127.0.0.1, where the ranks meet, belongs to another program, or rank 0 is stopped (",
+        ),
         (1, "speaks", "port {port} of 127.0.0.1, where the ranks meet, belongs to another program (it sends b'SSH'"),
         (1, "unknown", "MASTER_ADDR=node..1 has no address on host "),
         (1, "none", "Connection refused"),

@@ -3,6 +3,8 @@
 import signal
 from dataclasses import replace
 from errno import ENAMETOOLONG
+from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.health.rank_watch import LOST
+from deepspeed_ext.runtime.launch import AbsentRankError, MeetingError
 from megatron_terapipe.checkpoint.directories import LATEST
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.config import CheckpointConfig
@@ -26,7 +29,7 @@ LINE, INTERRUPTED = "error: wrong\n", "interrupted: the run had not begun: give 
 @pytest.mark.parametrize(
     ("error", "in_process_group", "code", "lines"),
     [
-        # Lines of ranks 0 and 1 on the first host, and of rank 2 on the second.
+        # Lines of ranks 0 and 1 on the first host, and of rank 2 on the second. Rank 1 ends first.
         (None, INSIDE, 0, ("", "", "")),
         (UserError("wrong"), BEFORE, 2, (LINE, "", LINE)),
         (ConfigError("wrong"), INSIDE, 2, (LINE, LINE, LINE)),
@@ -36,6 +39,8 @@ LINE, INTERRUPTED = "error: wrong\n", "interrupted: the run had not begun: give 
         (SearchError("wrong"), BEFORE, 2, (LINE, "", "")),
         (OSError(ENAMETOOLONG, "too long", "x"), BEFORE, 2, (TOO_LONG, "", TOO_LONG)),
         (OSError(ENAMETOOLONG, "too long", "x"), INSIDE, 2, (TOO_LONG, TOO_LONG, TOO_LONG)),
+        (MeetingError("wrong"), INSIDE, 2, ("", LINE, "")),
+        (AbsentRankError("wrong"), BEFORE, 75, ("", LINE, "")),
         (LostRank("rank 1 died"), INSIDE, LOST, ("", "", "")),
         (KeyboardInterrupt(), BEFORE, 130, (INTERRUPTED, "", INTERRUPTED)),
         (KeyboardInterrupt(), INSIDE, 130, (INTERRUPTED, "", INTERRUPTED)),
@@ -56,6 +61,7 @@ def test_ends(
         with EndOfRun() as end:
             end.lost = called.append
             end.in_process_group = in_process_group
+            end.ends_first = partial(eq, rank, 1)
             end.after_report.callback(lambda after: after.append(capsys.readouterr().err), called)
             if error is not None:
                 raise error

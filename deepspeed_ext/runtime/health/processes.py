@@ -320,6 +320,12 @@ class ProcessEnd:
             os._exit(self.code)
 
 
+STALLED = 75
+"""Exit code of a rank that ends because the run has stalled: `EX_TEMPFAIL`, a failure that may not recur."""
+
+KILLED_AFTER_S = 5.0
+"""Seconds after the timeout at which a rank without running threads is killed."""
+
 _STACKS = 3 / 4
 """Part of the time to the kill after which stacks are printed: before other ranks report this one, and end the run."""
 
@@ -330,10 +336,13 @@ _EVENT = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
 
 
 class KillTimer:
-    """The timer of this process, which prints its stacks before. It is off until it is set."""
+    """A timer by which the kernel kills this process. Its stacks are printed before. It is off until it is set.
+
+    A thread that sets it again and again proves that the process runs: one that is stopped handles no signals.
+    """
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self._process, self._is_last = os.getpid(), False
         self._timer: ctypes.c_void_p | None = None
         self._library = ctypes.CDLL(None)
         timer = ctypes.c_void_p()
@@ -343,10 +352,11 @@ class KillTimer:
         except AttributeError:
             pass  # A C library without it: the launcher kills ranks that do not end.
 
-    def set(self, seconds: float) -> None:
-        """Kill the process after this time, in place of an earlier setting."""
+    def set(self, seconds: float, *, last: bool = False) -> None:
+        """Kill the process after this time, in place of an earlier setting, unless that was the last one."""
         # A child process that was forked has no timer.
-        if self._timer is not None and os.getpid() == self._process:
+        if self._timer is not None and not self._is_last and os.getpid() == self._process:
+            self._is_last = last
             whole = int(seconds)
             # The C library's `struct itimerspec`: seconds and nanoseconds of the interval, and of the first time.
             setting = struct.pack("4l", 0, 0, whole, int((seconds - whole) * 1e9))

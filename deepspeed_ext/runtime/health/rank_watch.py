@@ -6,11 +6,13 @@ A thread of every rank waits for the end of two kinds of processes (`processes.p
     the other ranks of the host (`HostRanks`)     one has ended without notice: the first remaining rank reports which,
                                                   and all end
 
-The thread needs neither the main thread, which may hang in a call that never returns, nor a network. Where ranks are on
-several hosts, `HostNews` notifies the others, over the store where all ranks meet. Only the first rank of each host
-listens: a second connection of every rank would be too many for the rank that serves the store. It has a connection and
-a thread of its own: the connection of the process group is locked while the main thread waits for another rank,
-perhaps the dead one.
+The thread needs neither the main thread, which may hang in a call that never returns, nor a network. As long as it
+runs, it sets a timer by which the kernel kills a rank that is stopped, also before the ranks have met.
+
+Where ranks are on several hosts, `HostNews` notifies the others, over the store where all ranks meet. Only the first
+rank of each host listens: a second connection of every rank would be too many for the rank that serves the store. It
+has a connection and a thread of its own: the connection of the process group is locked while the main thread waits for
+another rank, perhaps the dead one.
 
 A host without living ranks cannot report it. So the listening ranks also write signs of life. These are compared only
 once a rank has lost a connection: a rank that is only stopped is a case of the stall watch.
@@ -30,10 +32,12 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from deepspeed_ext.runtime.health.processes import (
+    KILLED_AFTER_S,
     RUNNERS,
     Ancestor,
     HostRank,
     HostRanks,
+    KillTimer,
     ProcessEnds,
     RankMark,
     host_launcher,
@@ -190,6 +194,9 @@ _REQUEST_S = 600.0
 _REPORTS_IN_S = 10.0
 """Longest time of a report before the rank exits."""
 
+_LOOK_S = 60.0
+"""Seconds between two looks at processes whose ends wake the thread."""
+
 _LOOK_FOR_RANKS_S = 0.5
 """Seconds between two looks for ranks of the host that have not started yet."""
 
@@ -208,6 +215,7 @@ class RankWatch:
 
     Args:
         host: the page of the ranks of this host; None where there is none.
+        timeout: longest time for which none of the threads of this rank may run; None for any, as of a single rank.
         attempt: number of earlier starts, with launchers that restart ranks.
         orphan: whether its launcher has ended already.
         report: prints a line for the user.
@@ -223,6 +231,7 @@ class RankWatch:
         *,
         launch: Sequence[Ancestor],
         host: HostRanks | None,
+        timeout: timedelta | None = None,
         attempt: str = "0",
         orphan: bool = False,
         remedy: Callable[[], str] = lambda: "start it again",
@@ -237,6 +246,10 @@ class RankWatch:
         self.ending, self._orphan = ending, orphan
         self.reports_end = place.rank == 0
         """Whether this rank reports how the run ends."""
+        self.ends_first = False
+        """Whether this rank has ended by an error before all others of its host."""
+        self.kill_timer = KillTimer()
+        self._killed_after_s = None if timeout is None else timeout.total_seconds() + KILLED_AFTER_S
         self.lost: Lost | None = None
         """The loss for which this rank ends; None while all processes run."""
         self._concluding, self._lost = threading.Lock(), threading.Event()
@@ -256,6 +269,7 @@ class RankWatch:
 
     def __enter__(self) -> Self:
         """Start to watch this rank."""
+        self._prove_life()
         self._mark(RankMark.HERE)
         self._before = signal.signal(signal.SIGTERM, self._terminated)
         # Written to by the system on a signal, also while the main thread is in a call that never returns.
@@ -267,6 +281,7 @@ class RankWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Note how this rank ends, and stop to watch it."""
+        self.ends_first = kind is not None and self._is_first_to_end()
         self._mark(RankMark.DONE if kind is None else RankMark.ENDING)
         self._left.set()
         with suppress(OSError):
@@ -280,6 +295,7 @@ class RankWatch:
                 self._news.send(Lost(f"rank {self.place.rank} (host {socket.gethostname()}) ended", printed=True))
             self._news.end()
             self._news.join()
+        self.kill_timer.end()
         signal.set_wakeup_fd(self._wakeup_before)
         signal.signal(signal.SIGTERM, self._before)
         self._wake.close()
@@ -328,11 +344,17 @@ class RankWatch:
                 self._launcher_ended(None)
             while not self._left.is_set():
                 complete = self._host is None or len(self._others) == self.place.local_size - 1
-                self._look(self._ends.wait(60.0 if complete else _LOOK_FOR_RANKS_S))
+                often = _LOOK_S if self._killed_after_s is None else min(_LOOK_S, self._killed_after_s / 20)
+                self._look(self._ends.wait(often if complete else min(often, _LOOK_FOR_RANKS_S)))
+                self._prove_life()
         finally:
             self._ends.close()
             if self._host is not None:
                 self._host.remove_file()
+
+    def _prove_life(self) -> None:
+        if self._killed_after_s is not None:
+            self.kill_timer.set(self._killed_after_s)
 
     def _look(self, ended: set[Ancestor | int]) -> None:
         if self._left.is_set():
@@ -483,6 +505,7 @@ def _name(rank: int, pid: int) -> str:
 def watch_rank(
     place: LaunchEnvironment,
     *,
+    timeout: timedelta,
     remedy: Callable[[], str],
     ending: Callable[[str, bool], object] = lambda reason, failed: None,
     prints_ctrl_c: bool = True,
@@ -494,6 +517,7 @@ def watch_rank(
         place,
         launch=launch,
         host=None if launcher is None else page_of(launcher, place.local_size, attempt),
+        timeout=timeout if place.world_size > 1 else None,
         attempt=attempt,
         orphan=is_orphan(launch),
         remedy=remedy,

@@ -40,14 +40,8 @@ from deepspeed_ext.runtime.health.ledger import (
     is_in_collective,
     main_stack,
 )
-from deepspeed_ext.runtime.health.processes import KillTimer
+from deepspeed_ext.runtime.health.processes import KILLED_AFTER_S, STALLED, KillTimer
 from deepspeed_ext.runtime.health.stall import Position, RollCall, explain, explain_silent_store
-
-STALLED = 75
-"""Exit code of a rank that ends because the run has stalled: `EX_TEMPFAIL`, a failure that may not recur."""
-
-KILLED_AFTER_S = 5.0
-"""Seconds after the timeout at which a rank without running threads is killed."""
 
 GRACE = timedelta(seconds=30)
 """Time that communicators wait longer than the timeout, so that the watch reports first."""
@@ -79,7 +73,9 @@ class StallWatch:
 
     Args:
         world_size: number of ranks. A single rank waits for no other, and is not watched.
-        store: of all ranks, over a connection of its own.
+        connect: opens a connection of its own to the store of all ranks; called by the watch's thread, as it waits for
+            ever where the process that serves the store has stopped.
+        kill_timer: of this process, ended by another; None for one of the watch.
         report: prints the line.
         ending: called with the reason, on the first rank and on the one that prints the line, before the process ends.
     """
@@ -90,16 +86,17 @@ class StallWatch:
         *,
         rank: int,
         world_size: int,
-        store: Any,
+        connect: Callable[[], Any],
         timeout: timedelta,
         directory: Path,
+        kill_timer: KillTimer | None = None,
         remedy: Callable[[], str] = lambda: "start it again",
         report: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True),
         end: Callable[[], object] = end_process,
         ending: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self.ledger, self.timeout = ledger, timeout
-        self._rank, self._world_size, self._roll_call = rank, world_size, RollCall(store, rank)
+        self._rank, self._world_size, self._connect = rank, world_size, connect
         timeout_s = timeout.total_seconds()
         self._interval_s = min(max(timeout_s / 20, 0.02), 5.0)
         # By the timeout all have answered.
@@ -113,14 +110,17 @@ class StallWatch:
         # First question without an answer of a rank since its last answer, by the clock.
         self._silent_since: dict[int, float] = {}
         self._ended, self._concluding = threading.Event(), threading.Lock()
-        self._kill_timer, self._killed_after_s = KillTimer(), timeout_s + KILLED_AFTER_S
+        self._kill_timer, self._ends_timer = kill_timer or KillTimer(), kill_timer is None
+        self._killed_after_s = timeout_s + KILLED_AFTER_S
         device = get_accelerator().current_device()
         self._threads = [
             threading.Thread(target=run, args=given, name="stall watch", daemon=True)
             for run, *given in ((self._ask,), (self._keep_time,), *[(self._follow, device)] * ledger.has_device)
         ]
-        for thread in self._threads if world_size > 1 else ():
-            thread.start()
+        if world_size > 1:
+            self._kill_timer.set(self._killed_after_s)  # Before its thread does: the process may stop at any time.
+            for thread in self._threads:
+                thread.start()
 
     def __enter__(self) -> Self:
         """Watch until the block ends."""
@@ -138,7 +138,8 @@ class StallWatch:
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(timeout=_JOIN_S)
-        self._kill_timer.end()
+        if self._ends_timer:
+            self._kill_timer.end()
 
     def _follow(self, device: int) -> None:
         # A thread starts on the first device of the host, and the wait for an event there would take memory of it.
@@ -177,15 +178,18 @@ class StallWatch:
     # ------------------------------------------------------------------ the thread with the store
 
     def _ask(self) -> None:
-        with suppress(RuntimeError):  # The first look finds it.
+        try:
+            self._roll_call = RollCall(self._connect(), self._rank)
             self._roll_call.set_host(socket.gethostname())
+        except RuntimeError:
+            return  # The store is gone; the other thread continues.
         while not self._ended.wait(self._interval_s):
             try:
                 if 0 not in self._hosts:  # Of the rank that serves the store, which may stop later.
                     self._hosts |= self._roll_call.hosts([0])
                 self._look()
             except RuntimeError:
-                return  # The store is gone; the other thread continues.
+                return
             self._answered_s = self._clock_s
 
     def _look(self) -> None:
@@ -224,7 +228,7 @@ class StallWatch:
             if self._ended.is_set():
                 return
             self._ended.set()
-        self._kill_timer.set(_CONCLUDES_IN_S)
+        self._kill_timer.set(_CONCLUDES_IN_S, last=True)
         try:
             written = self._write(line)
             if prints:
@@ -260,19 +264,19 @@ class StallWatch:
                 time.sleep(self._interval_s / 10)
 
 
-def watch_this_rank(timeout: timedelta, directory: Path, *, name: str, **ending: Callable[..., Any]) -> StallWatch:
+def watch_this_rank(timeout: timedelta, directory: Path, *, name: str, **ending: Any) -> StallWatch:
     """The watch of this rank among all that have met, with a new ledger. Every rank must call this.
 
     Args:
         name: of the watch, the same on all ranks, and of no other watch.
-        **ending: `remedy`, `end` and `ending` of `StallWatch`.
+        **ending: `kill_timer`, `remedy`, `end` and `ending` of `StallWatch`.
     """
-    rank = dist.get_rank()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     return StallWatch(
         OpLedger(rank, accelerator_mark()),
         rank=rank,
         world_size=dist.get_world_size(),
-        store=dist.PrefixStore(f"stall watch {name}", _own_connection(dist.distributed_c10d._get_default_store())),
+        connect=lambda: dist.PrefixStore(f"stall watch {name}", _own_connection(store)),
         timeout=timeout,
         directory=directory,
         **ending,

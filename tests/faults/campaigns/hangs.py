@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.runtime.health.stall_watch import STALLED
+from deepspeed_ext.runtime.health.processes import STALLED
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.hosts.network import Host, Network, missing, network
 from tests.end_to_end.launching import (
@@ -98,6 +98,9 @@ class _Stop:
                 run.kill()
             return Outcome(fault=fault, tried=0, broken=("it was not stopped",), message=run.output().splitlines()[-1])
         end = ending(run)
+        if self.place == "meeting":  # The others notice its end.
+            died = [line for line in end.lines if re.match(rf"error: rank {self.rank} \(.*\) died: ", line)]
+            return end.outcome(fault, code=None, lines=died, broken=self._resumed(expected), promised_s=PROMISED_S)
         lines = [line for line in end.lines if "the run has stalled" in line]
         named = re.search(rf"rank {self.rank} (\(host \S+\) )?blocks the run", "".join(lines))
         ledger = self.folder / "save" / "stalled_pipeline" / f"rank_{1 - self.rank:05d}.json"

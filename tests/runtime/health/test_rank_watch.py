@@ -229,7 +229,11 @@ def test_the_end_is_marked_and_the_handler_restored(tmp_path: Path) -> None:
     failing = Rank(tmp_path)
     with pytest.raises(KeyError), failing.watch:
         raise KeyError
+    later = Rank(tmp_path, 1, host=failing.page)
+    with pytest.raises(KeyError), later.watch:
+        raise KeyError
     assert failing.page.read()[0].mark is RankMark.ENDING
+    assert [each.watch.ends_first for each in (rank, failing, later)] == [False, True, False]
 
 
 def test_another_host_receives_the_loss_and_prints_nothing(tmp_path: Path) -> None:

@@ -39,7 +39,14 @@ class Rank:
     """An idle rank with a watch."""
 
     def __init__(
-        self, number: int, store: object, directory: Path, *, world_size: int = 2, mark: Mark | None = None
+        self,
+        number: int,
+        store: object,
+        directory: Path,
+        *,
+        world_size: int = 2,
+        mark: Mark | None = None,
+        connect: Callable[[], object] | None = None,
     ) -> None:
         self.ledger, self.lines, self.ended = OpLedger(number, mark), [], threading.Event()
         self.reasons: list[str] = []
@@ -48,7 +55,7 @@ class Rank:
             self.ledger,
             rank=number,
             world_size=world_size,
-            store=store,
+            connect=connect or (lambda: store),
             timeout=TIMEOUT,
             directory=directory,
             report=self.lines.append,
@@ -169,7 +176,7 @@ def test_a_lost_store_is_not_used_again(tmp_path: Path, error: type[Exception]) 
         asked = 0
 
         def set(self, key: str, value: str) -> None:
-            raise error("the store is gone")
+            """It is gone later."""
 
         def check(self, keys: list[str]) -> bool:
             self.asked += 1
@@ -197,9 +204,10 @@ class SilentStore:
         raise RuntimeError("connection reset by peer")
 
 
-def test_a_silent_store_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_silent_store_is_reported(tmp_path: Path, connects: bool) -> None:
     store = SilentStore()
-    stuck = Rank(1, store, tmp_path)
+    stuck = Rank(1, store, tmp_path, connect=None if connects else lambda: store.check([]))
     until(stuck.ended.is_set)
     assert stuck.lines[0].startswith("error: the run has stalled: rank 0 blocks the run: its host serves the store")
     assert (tmp_path / "rank_00001.json").exists()
@@ -222,8 +230,16 @@ def test_a_process_that_was_stopped_has_not_waited_meanwhile(tmp_path: Path, mon
 
 STOPPED = """
 import ctypes, os, signal, sys, time
+from datetime import timedelta
+from deepspeed_ext.runtime.health import rank_watch
 from deepspeed_ext.runtime.health.processes import KillTimer
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 
+if sys.argv[1] == "rank":
+    rank_watch.KILLED_AFTER_S = 0.6
+    with rank_watch.RankWatch(LaunchEnvironment.first_of(2), launch=(), host=None, timeout=timedelta(seconds=0.4)):
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGSTOP)
 timer = KillTimer()
 timer.set(1.0)
 timer.set(600.0)  # A busy host may not come back to this process for a while, but hardly between two lines.
@@ -242,12 +258,15 @@ if child == 0:
     time.sleep(0.4)
     os._exit(0)
 assert os.waitpid(child, 0) == (child, 0)
-timer.set(0.2)
+timer.set(0.2, last=True)
+timer.set(600.0)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("stop", -signal.SIGKILL), ("lock", -signal.SIGKILL), ("end", 0)])
+@pytest.mark.parametrize(
+    ("ending", "code"), [("stop", -signal.SIGKILL), ("rank", -signal.SIGKILL), ("lock", -signal.SIGKILL), ("end", 0)]
+)
 def test_the_timer_kills_unless_it_is_set_again(ending: str, code: int) -> None:
     process = subprocess.run([sys.executable, "-c", STOPPED, ending], timeout=60, check=False, capture_output=True)
     assert process.returncode == code
