@@ -169,10 +169,11 @@ def _read_latents(file: SettingsFile, fields: Fields) -> Fields:
     weights = {name: float(file.value(name, NOT_NEGATIVE)) for name in ("mscale", "mscale_all_dim")}
     yarn, kind = _read_yarn(file), file.expect("rope_type", (None, "yarn", "rope"))
     factor = yarn_factor(yarn["rotary_scaling_factor"], weights["mscale_all_dim"])
+    scaled = kind == "yarn" or (kind is None and yarn["rotary_scaling_factor"] != 1)
     return {
         **{"multi_latent_attention": True, "rotary_interleaved": True, **sizes, **weights, **yarn},
         "softmax_scale": factor**2 / sqrt(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]),
-        **({"rotary_scaling": "none", "rotary_scaling_factor": 1.0} if kind == "rope" else {"rotary_scaling": "yarn"}),
+        **({"rotary_scaling": "yarn"} if scaled else {"rotary_scaling": "none", "rotary_scaling_factor": 1.0}),
     }
 
 

@@ -12,9 +12,10 @@ from megatron_terapipe import convert
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint import megatron_files
 from megatron_terapipe.checkpoint.megatron_files import NamedWeights, Whole
-from megatron_terapipe.checkpoint.megatron_model import megatron_info
+from megatron_terapipe.checkpoint.megatron_model import MEGATRON, megatron_info
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.huggingface.families.settings import SettingsFile
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.optimizer import LearningRateSchedule, set_step_sizes
 from tests.checkpoint.megatron_files import (
@@ -26,6 +27,7 @@ from tests.checkpoint.megatron_files import (
     SEQ,
     VOCAB,
     Case,
+    MegatronModel,
     arguments,
     read_checkpoints,
     samples,
@@ -77,6 +79,15 @@ CONVERTED = ("A, torch, tp 2, pp 2", "B, torch_dist, bf16", "E, torch_dist")
 """Cases that are also converted, so that they are continued from checkpoints of ours."""
 
 
+LATENT = (
+    f"--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --vocab-size {VOCAB}"
+    f" --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length {SEQ}"
+    " --untie-embeddings-and-output-weights --mtp-num-layers 1 --make-vocab-size-divisible-by 8 --micro-batch-size 1"
+    " --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --lr 1"
+    " --mscale 0.5 --mscale-all-dim 0.7 --train-iters 1 --data-path unread --tokenizer-type NullTokenizer"
+)
+
+
 def test_runs_continue_as_megatron_does(tmp_path: Path) -> None:
     folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
     expected = write_checkpoints({folders[name]: case for name, (case, _) in CASES.items()})
@@ -123,6 +134,21 @@ def test_a_schedule_of_megatron_is_compared_with_that_of_the_run(tmp_path: Path)
     torch.save({"args": arguments(Case(MODELS["A"], "torch")), "iteration": BEFORE}, file)
     run = {"lr": 2e-2, "lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 3, "weight_decay": 0.1}
     assert megatron_info(tmp_path).changed_schedule(run) == "--lr 0.01 (now 0.02)"
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        (MODELS["L"], "--qk-layernorm --q-lora-rank 20 --rotary-scaling-factor 40"),
+        (replace(MODELS["L"], rotary_scaling_factor=1.0, q_lora_rank=None, qk_layernorm=False), ""),
+        (replace(MODELS["L"], rotary_scaling_factor=1.0, rope_type="yarn"), "--qk-layernorm --q-lora-rank 20"),
+    ],
+)
+def test_flags_of_latent_attention_are_the_model_of_its_checkpoint(model: MegatronModel, flags: str) -> None:
+    found = MEGATRON.read(SettingsFile(vars(arguments(Case(model, "torch_dist"))), "a checkpoint"))
+    words = f"{LATENT} {flags} --rope-type {model.rope_type}" if model.rope_type else f"{LATENT} {flags}"
+    run = parse_arguments(words.split()).model
+    assert run == replace(found, mtp_loss_scaling_factor=run.mtp_loss_scaling_factor)
 
 
 def test_megatron_loads_the_weights_of_a_run_for_any_layout(tmp_path: Path) -> None:
