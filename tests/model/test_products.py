@@ -113,10 +113,6 @@ def test_a_frozen_product_passes_the_gradient_on() -> None:
     assert weight.grad is None
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-STEPS = 3
-
-
 def deferred_by(loss: Tensor, weight_gradients: WeightGradients) -> list[Product]:
     with weight_gradients.deferring() as deferred:
         loss.backward()
@@ -128,56 +124,6 @@ def attached(*weights: Tensor) -> WeightGradients:
     for weight in weights:
         set_queue(weight, weight_gradients)
     return weight_gradients
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", ["layernorm", "gelu", "swiglu"])
-def test_products_have_the_bits_of_a_whole_backward(name: str, recomputed: bool, dtype: torch.dtype) -> None:
-    """With every backward's product deferred until after the next one's input gradients."""
-    seen = []
-    for apart in (False, True):
-        before, weight, bias = layers_of(name, dtype)
-        weight_gradients, waiting, results = attached(weight), [], []
-        for step in range(STEPS):
-            inputs = inputs_of(name, 30 + step, dtype)
-            if recomputed:
-                output = tensor_parallel.linear(inputs, weight, bias, before=before)
-            else:
-                output = tensor_parallel.linear(before(inputs), weight, bias)
-            loss = output.square().sum()
-            if apart:
-                waiting.append(deferred_by(loss, weight_gradients))
-                if len(waiting) > 1:
-                    compute(waiting.pop(0))
-            else:
-                loss.backward()
-            results.append(inputs.grad)
-        for deferred in waiting:
-            assert len(deferred) == 1
-            compute(deferred)
-        seen.append([*results, *(each.grad for each in (weight, bias, *before.parameters()))])
-    for whole, parts in zip(*seen, strict=True):
-        assert torch.equal(whole, parts)
-
-
-def test_look_ups_have_the_bits_of_a_whole_backward() -> None:
-    seen = []
-    for apart in (False, True):
-        weight = drawn(8, 5, seed=1)
-        weight_gradients = attached(weight)
-        for step in range(STEPS):
-            tokens = torch.tensor([[1, 1, 4], [step, 7, 1]])
-            loss = tensor_parallel.embedding(tokens, weight).square().sum()
-            if apart:
-                before = None if weight.grad is None else weight.grad.clone()
-                deferred = deferred_by(loss, weight_gradients)
-                assert weight.grad is None if before is None else torch.equal(weight.grad, before)
-                compute(deferred)
-            else:
-                loss.backward()
-        seen.append(weight.grad)
-    assert torch.equal(*seen)
 
 
 @pytest.mark.parametrize("name", BEFORE)
@@ -348,12 +294,3 @@ def test_a_weight_that_is_computed_passes_its_gradient_on(compute: Callable[[Ten
     for _ in range(2):
         compute(weight * 2).sum().backward()
     torch.testing.assert_close(weight.grad, 4 * once)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gradients_keep_the_type_of_the_weight(dtype: torch.dtype) -> None:
-    weight, bias = drawn(8, 5, seed=1, dtype=dtype), drawn(8, seed=2, dtype=dtype)
-    for step in range(2):
-        tensor_parallel.linear(drawn(2, 3, 5, seed=3 + step, dtype=dtype), weight, bias).sum().backward()
-        assert weight.grad.dtype is dtype
-        assert bias.grad.dtype is dtype

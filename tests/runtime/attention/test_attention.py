@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measuring.counters import LiveBytes
@@ -14,16 +13,6 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import token_slice_attention
 from deepspeed_ext.runtime.attention.flash_kernels import kernel_for
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-
-
-def test_scale_of_the_scores_can_be_given() -> None:
-    query, key, value = torch.randn(3, 1, 6, 2, 4, dtype=torch.float64)
-    past = SequenceState(TokenSlices((6,))).past(0, 0)
-    expected = F.scaled_dot_product_attention(
-        *(tensor.transpose(1, 2) for tensor in (query, key, value)), is_causal=True, scale=0.1
-    ).transpose(1, 2)
-    torch.testing.assert_close(past.attend(query, key, value, scale=0.1), expected, rtol=1e-12, atol=1e-12)
-
 
 WRONG_ORDERS = [order for order in itertools.permutations(range(3)) if order != (2, 1, 0)]
 
