@@ -144,9 +144,10 @@ def run(options: argparse.Namespace) -> int:
         )
         result = replace(result, entries=result.entries[: options.top])
         if result.entries:
-            advice = what_ifs(question, result, progress, training)
+            advice, why_none = what_ifs(question, result, progress, training), None
         else:
             advice = list(if_nothing_fits(question, result))
+            why_none = nothing_fits(result, advice, problem)
         proposed = ""
         if result.entries and options.propose_trials is not None:
             proposed = write_proposals(options.propose_trials, question, progress)
@@ -175,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
             proven=result.proven and bool(result.entries),
             could_save=result.could_save,
         ),
-        why_none=None if result.entries else nothing_fits(result, advice, problem),
+        why_none=why_none,
     )
     op_costs = pricing.cost_model.pipeline_costs
     document = write_files(document, problem, op_costs, directory=options.output, html=options.html)
