@@ -124,7 +124,7 @@ def number(variables: Variables, name: str) -> int | None:
     if name not in variables:
         return None
     if not re.fullmatch(r"\s*-?\d{1,18}\s*", variables[name]):
-        raise UserError(f"{name}={variables[name][:80]!r} is not a number: set it as a rank")
+        raise UserError(f"{name}={variables[name][:80]!r} is not a whole number: set one, or unset {name}")
     return int(variables[name])
 
 

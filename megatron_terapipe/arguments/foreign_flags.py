@@ -21,7 +21,7 @@ class ForeignFlag:
 
     text: str = ""
     """Reason why the flag has no effect; of a flag that is refused, or refused at other values, reason and remedy. Of
-    an idle flag, they are those with the flag `without`."""
+    an idle flag, they are those with the flag `without`, or for values that its own trainer refuses, too."""
 
     takes: Takes = 0
 
@@ -70,7 +70,7 @@ class ForeignFlags:
         refused = {
             "refused": True,
             "neutral": has_effect,
-            "idle": has_effect and bool(found.text) and found.without in given,
+            "idle": has_effect and bool(found.text) and (not found.without or found.without in given),
         }
         return found.text if refused.get(found.verdict) else None
 

@@ -130,7 +130,7 @@ def test_neutral_values_change_nothing() -> None:
 
 
 def test_idle_flags_that_have_an_effect_with_another_one_are_then_refused() -> None:
-    with_effect = {name: each for name, each in FOREIGN.having("idle").items() if each.text}
+    with_effect = {name: each for name, each in FOREIGN.having("idle").items() if each.without and each.text}
     values = {"--num-experts": (1, 8), "--mtp-num-layers": (0, 1)}
     assert {each.without for each in with_effect.values()} == values.keys()
     for name, each in with_effect.items():

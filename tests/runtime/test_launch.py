@@ -99,10 +99,10 @@ def test_the_flag_gives_the_local_rank_without_a_variable() -> None:
     [
         ({"RANK": "1"}, f"WORLD_SIZE is not set, but RANK is: {START}"),
         ({"WORLD_SIZE": "2"}, f"RANK is not set, but WORLD_SIZE is: {START}"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number: set it as a rank"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number: set one, or unset RANK"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, f"RANK 2 is not below WORLD_SIZE 2: {START}"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, f"RANK -1 is not below WORLD_SIZE 2: {START}"),
-        ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, f"RANK='{'9' * 80}' is not a number: set it as a rank"),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, f"RANK='{'9' * 80}' is not a whole number: set one, or unset RANK"),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
             f"LOCAL_RANK 2 is not below the number of ranks of this host 2: {START}",
