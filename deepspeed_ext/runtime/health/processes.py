@@ -298,11 +298,13 @@ def page_of(launcher: Ancestor, size: int, attempt: str) -> HostRanks | None:
 
 
 class ProcessEnd:
-    """Ends this process with its exit code, also while daemon threads run.
+    """Ends this process with its exit code, also while threads run that the interpreter cannot end.
 
     The interpreter ends a daemon thread when it returns from a call, and before Python 3.14 it does so by unwinding its
     stack. In C++, as in calls of torch to a store or over gloo, that aborts the process: its exit code is
     SIGABRT's and hides the cause. Such a thread cannot be joined, because it may wait for a rank that has died.
+
+    After an error the groups of the ranks are not destroyed, and their own threads may see that others have ended.
 
     Create it first: functions that were registered last at `atexit` are called first, and none after this.
     """
@@ -313,7 +315,8 @@ class ProcessEnd:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        if any(thread.daemon for thread in threading.enumerate()):
+        has_groups = getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)
+        if has_groups() or any(thread.daemon for thread in threading.enumerate()):
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
                     stream.flush()

@@ -114,6 +114,7 @@ def test_a_page_is_private_and_follows_no_link(tmp_path: Path) -> None:
 
 PROGRAM = """
 import atexit, sys, threading
+from types import SimpleNamespace
 from deepspeed_ext.runtime.health.processes import ProcessEnd
 
 atexit.register(print, "the interpreter's own end")
@@ -121,6 +122,8 @@ end = ProcessEnd()
 atexit.register(print, "other functions")
 if sys.argv[1] == "left":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+if sys.argv[1] in ("group", "none"):
+    sys.modules["torch.distributed"] = SimpleNamespace(is_initialized=lambda: sys.argv[1] == "group")
 if sys.argv[2] == "raised":
     raise KeyError
 end.code = 7
@@ -129,8 +132,8 @@ sys.exit(end.code)
 
 
 @pytest.mark.parametrize(("ending", "code"), [("returned", 7), ("raised", 1)])
-@pytest.mark.parametrize("threads", ["none", "left"])
-def test_daemon_threads_do_not_run_into_the_end_of_the_interpreter(threads: str, ending: str, code: int) -> None:
+@pytest.mark.parametrize("threads", ["none", "left", "group"])
+def test_threads_do_not_run_into_the_end_of_the_interpreter(threads: str, ending: str, code: int) -> None:
     command = [sys.executable, "-c", PROGRAM, threads, ending]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     lines = ["other functions"] + ["the interpreter's own end"] * (threads == "none")
