@@ -221,24 +221,16 @@ def device_memory_bytes(trial: Trial) -> float:
     return min(node.device.memory_bytes for node in trial.cluster.nodes)
 
 
-def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, float, int]:
-    """Fit memory overheads to trials of one cluster.
-
-    Returns:
-        The overheads, None if the trials do not determine them; the standard deviation of log(measured / predicted)
-        over the trials with a peak; and the number of trials.
-    """
+def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, int]:
+    """Fit memory overheads to trials of one cluster; None and 0 if they do not determine them, else how many did."""
     sample = MemorySample(trials)
     if not len(sample):
-        return None, MEMORY_NOISE, 0
+        return None, 0
     prior = Prior.of(default_overheads(sample.trials[0].cluster, sample.trials[0].software))
     logs = fit_constants(
         lambda logs: sample.errors(prior.at(logs)), prior, noise=MEMORY_NOISE, large=MEMORY_LARGE, max_nfev=60
     )
-    overheads = prior.at(logs)
-    errors = sample.errors(overheads)[~np.isnan(sample.measured)]
-    spread = float(np.sqrt(np.mean(errors**2))) if len(errors) else MEMORY_NOISE
-    return overheads, spread, len(sample)
+    return prior.at(logs), len(sample)
 
 
 NETWORK = ("network_efficiency", "transfer_network_efficiency")  # constants of network cards
@@ -285,8 +277,6 @@ class Calibration:
     """Of strategies of other kinds."""
     kinds: tuple[str, ...] = ()
     """`kind_of` the trials with a time."""
-    memory_sd: float = 0.12
-    """Standard deviation of log(measured / predicted) peaks."""
     num_trials: int = 0
     num_memory_trials: int = 0
     """Trials that memory was fitted to."""
@@ -301,7 +291,7 @@ class Calibration:
     @classmethod
     def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial] | None, **found: Any) -> "Calibration":
         """Return the calibration of time in `found`, with one of memory; `memory_trials`: None = the same trials."""
-        overheads, memory_sd, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
+        overheads, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
         spreads = {len(one.cluster.nodes) > 1 for one in trials}
         inside, network = bandwidths(one.cluster for one in trials)
         return cls(
@@ -314,7 +304,6 @@ class Calibration:
             inside_bandwidths=inside,
             network_bandwidths=network,
             memory_overheads=overheads,
-            memory_sd=memory_sd,
             num_memory_trials=num_memory_trials,
             **found,
         )

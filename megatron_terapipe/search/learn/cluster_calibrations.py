@@ -116,7 +116,7 @@ class Calibrations:
         return calibrate_on_profile(alike, self._profile, trials)
 
 
-FORMAT, VERSION = "terapipe calibration", 2
+FORMAT, VERSION = "terapipe calibration", 3
 
 
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
@@ -171,7 +171,6 @@ class CalibrationEntry(Entry):
     num_memory_trials: CountOrNone
     physics: _constants(HardwareEfficiency)  # type: ignore[valid-type]
     memory_physics: _constants(MemoryOverheads) | None = None  # type: ignore[valid-type]
-    memory_sd: NotNegative
     intervals: IntervalsEntry
     other_kinds: IntervalsEntry | None = None
     kinds: list[str] = Field(default_factory=list)
