@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, UserError
@@ -323,22 +323,17 @@ def expert_exchange(config: Config) -> ExpertExchange:
 def with_dispatcher(config: Config, data_parallel_size: int) -> Config:
     """Return the configuration with the faster dispatcher for `--moe-token-dispatcher-type auto`; others as they are.
 
-    Both are priced as the search prices them: bytes by class of link, rows that are held for nothing, and the wait.
+    Both are priced as the search prices them: bytes by class of link, rows that are held for nothing, and the wait
+    (`CostModel.dispatcher_of`).
     """
     if config.model.moe_token_dispatcher_type != AUTO or config.parallel.expert_model_parallel_size == 1:
         return config
-
-    def with_type(dispatcher: Literal["alltoall", "allgather"]) -> Config:
-        return replace(config, model=replace(config.model, moe_token_dispatcher_type=dispatcher))
-
-    def seconds(tried: Config) -> float:
-        """Seconds of the ops of a micro-batch on all stages."""
-        strategy = Strategy.of_config(tried, data_parallel_size)
-        priced = cost_model_of(tried, strategy.world_size)
-        return float(priced.stage_ops(priced.placed(strategy))[:2].sum())  # forwards and backwards
-
-    exact = with_type("alltoall")
-    return exact if config.expert_ranks_cut_apart else min(exact, with_type("allgather"), key=seconds)
+    strategy = Strategy.of_config(config, data_parallel_size)
+    if config.expert_ranks_cut_apart:
+        dispatcher = "alltoall"
+    else:
+        dispatcher = cost_model_of(config, strategy.world_size).dispatcher_of(strategy)
+    return replace(config, model=replace(config.model, moe_token_dispatcher_type=dispatcher))
 
 
 def check_schedule(schedule: ProvenSchedule, config: Config, micro_batches: Iterable[int]) -> str | None:

@@ -1,6 +1,7 @@
 """Rows of published tables of mixtures of experts, as trials.
 
 python -m benchmarks.published.rows ROWS.jsonl > TRIALS.jsonl
+terapipe search validate --trials TRIALS.jsonl --trainers benchmarks/published/trainers.yaml
 
 A row is a line whose `model` is a name. It has the figures as they were printed: `system`, `gpus`, `precision`, `tp`,
 `pp`, `cp`, `ep`, `etp`, `vpp`, `micro_batch`, `global_batch`, `seq`, `step_time_s` and some more. A row is left out,
@@ -24,8 +25,11 @@ from benchmarks.measuring.command import Parser
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config.presets import LLAMA, UNTIED, find_preset
 from megatron_terapipe.search.learn.trials import TrialReader
+from megatron_terapipe.search.machine.trainer_files import read_trainers
 
 LAYOUT = ("gpus", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "seq")
+
+TRAINERS = str(Path(__file__).with_name("trainers.yaml"))
 
 NO_SPEED = "headline", "measured, short"
 """Beginnings of the `quality` of rows that measure no steady step."""
@@ -76,7 +80,7 @@ def trial_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "group": group,
         "model": model,
         "cluster": {**cluster, "num_devices": devices},
-        "software": {"like": "megatron-core", "gradients": "bf16"},
+        "software": {"like": _trainer(row, precision), "gradients": "bf16"},
         "precision": precision,
         "forced_balance": not str(row.get("routing")).startswith("real"),
         "strategy": strategy,
@@ -93,6 +97,13 @@ def _precision(row: Mapping[str, Any]) -> str:
     if found is None:
         raise LeftOutError(f"products in {row['precision']}, which are not priced")
     return found
+
+
+def _trainer(row: Mapping[str, Any], precision: str) -> str:
+    """Name of its trainer in `trainers.yaml`; cards of recipes are of the last releases."""
+    release = str(row.get("release") or "")
+    has_graphs = release == "verification card" or release >= tables()["graphs"]["release"]
+    return "bridge-graphs" if "Bridge" in row["source"] and precision == "mxfp8" and has_graphs else "megatron-core"
 
 
 def _exchange(row: Mapping[str, Any]) -> tuple[str, bool]:
@@ -155,7 +166,7 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def trials_of_rows(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> list[dict[str, Any]]:
     """Return the objects of the trials; `left_out` counts the other rows by reason."""
-    trials, reader = [], TrialReader("rows")
+    trials, reader = [], TrialReader("rows", read_trainers(TRAINERS))
     for number, row in enumerate(rows, start=1):
         try:
             trial = trial_of_row(row)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published.rows import tables, trials_of_rows
+from benchmarks.published.rows import TRAINERS, tables, trials_of_rows
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.fit import cost_model_of
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.learn.validation import folds_of
+from megatron_terapipe.search.machine.trainer_files import read_trainers
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials" / "experts.jsonl"
@@ -34,7 +35,7 @@ ROW: dict[str, Any] = {
 def read(tmp_path: Path, *rows: dict[str, Any], left_out: Counter[str] | None = None) -> list[Trial]:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, trials_of_rows(rows, Counter() if left_out is None else left_out))))
-    return read_trials(path)
+    return read_trials(path, read_trainers(TRAINERS))
 
 
 def test_a_row(tmp_path: Path) -> None:
@@ -47,6 +48,21 @@ def test_a_row(tmp_path: Path) -> None:
     assert trial.software.state("bf16", 1).gradients == 2
     assert (trial.software.name, trial.precision, trial.device) == ("megatron-core", "bf16", "H100-SXM5-80GB")
     assert trial.workload.config is not None and trial.workload.config.num_experts == 128
+
+
+@pytest.mark.parametrize(
+    ("release", "precision", "name"),
+    [
+        ("26.08 NeMo Container", "MXFP8", "bridge-graphs"),
+        ("verification card", "fp8_mx", "bridge-graphs"),
+        ("26.04.01 NeMo Container", "MXFP8", "megatron-core"),
+        ("26.08 NeMo Container", "FP8", "megatron-core"),
+        (None, "BF16", "megatron-core"),
+    ],
+)
+def test_trainers_of_releases(tmp_path: Path, release: str | None, precision: str, name: str) -> None:
+    row = {**ROW, "task": "pretrain_performance", "release": release, "precision": precision, "system": "GB300"}
+    assert read(tmp_path, row)[0].software.name == name
 
 
 @pytest.mark.parametrize("name", tables()["models"])

@@ -102,6 +102,9 @@ class Products:
     only to the rows that were used."""
     groups_experts: bool = True
     """Whether one kernel computes the product of all experts of a rank, on devices that have such a kernel."""
+    fuses_experts: bool = False
+    """Whether in 8 bits the grouped products of gated experts compute the activation and the casts of its inputs and
+    outputs themselves, on rows that the exchange has put where such products read them."""
     expert_accumulation_bytes: float = 0.0
     """Bytes that each backward moves for a weight after the grouped product of its gradient, where that cannot add to
     the sum."""
@@ -179,6 +182,8 @@ class Communication:
     DeepEP and HybridEP."""
     hidden_exchange: float = 0.0
     """Share of the exchanges of tokens that ops of other micro-batches hide."""
+    chooses_dispatcher: bool = False
+    """Whether `--moe-token-dispatcher-type auto` is the faster of `alltoall` and `allgather`; else it is `alltoall`."""
     overlaps_shared_experts: bool = False
     """Whether shared experts are computed while tokens travel to their experts and back."""
     reduction_bytes: int | None = None

@@ -107,7 +107,11 @@ TERAPIPE = Software(
         prefix=Operator(backward=1, backward_bytes=8, forward_kernels=0, backward_kernels=2),
     ),
     communication=Communication(
-        overlaps_transfers=True, overlaps_gradient_reduction=True, sums_at_once=True, overlaps_shared_experts=True
+        overlaps_transfers=True,
+        overlaps_gradient_reduction=True,
+        sums_at_once=True,
+        chooses_dispatcher=True,
+        overlaps_shared_experts=True,
     ),
     runs=WITH_PIPELINES,
     selective_recomputes="norms",

@@ -72,7 +72,7 @@ from megatron_terapipe.search.price.stages import (
     stage_ops,
 )
 from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs, turns_of
-from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.price.workload import DISPATCHERS, Dispatcher, Workload
 from megatron_terapipe.strategy import Strategy
 
 __all__ = ["CostModel", "Prediction", "Pricing"]
@@ -201,6 +201,19 @@ class CostModel:
         model.efficiency, model.op_times, model._known_ops = constants, op_times, {}
         model.prices = replace(self.prices, op_times=op_times, efficiency=constants)
         return model
+
+    def dispatcher_of(self, strategy: Strategy) -> Dispatcher:
+        """Return the dispatcher that the trainer takes for `auto`: the one with the shorter ops, on all stages."""
+        if strategy.expert_parallel_size == 1 or not self.software.communication.chooses_dispatcher:
+            return "alltoall"
+        seconds = {}
+        for dispatcher in DISPATCHERS:
+            model = copy(self)
+            model._known_ops = {}
+            model.prices = replace(self.prices, kinds=[each.dispatched_by(dispatcher) for each in self.counter.kinds])
+            # Forwards and backwards.
+            seconds[dispatcher] = float(model.stage_ops(model.placed(strategy))[:2].sum())
+        return min(DISPATCHERS, key=seconds.__getitem__)
 
     def predict_time(
         self,
@@ -590,7 +603,12 @@ class Pricing:
 
     def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:
         """Return the peak memory of each pipeline rank's device, without tensors that wait on hosts."""
-        return self.memory_model.predict(strategy, copies=self.host_copies(strategy))
+        model, copies = self.memory_model, self.host_copies(strategy)
+        if self.workload.experts and self.workload.experts.dispatcher == "auto":
+            dispatcher = self.cost_model.dispatcher_of(strategy)
+            if dispatcher != "alltoall":  # as which `auto` is counted
+                model = replace(model, workload=self.workload.dispatched_by(dispatcher), _tokens={})
+        return model.predict(strategy, copies=copies)
 
     def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:
         """Return the copies on hosts until every rank has reached its peak; None without copies.

@@ -216,6 +216,11 @@ PADDING = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
 """Copies of the rows of experts before and after their products in 8 bits, which take a multiple of 16 rows of each
 (`fp8_padding` and `fp8_unpadding` of megatron/core/transformer/moe/experts.py) [hidden state of a row]."""
 
+FUSED_EXPERTS = Operator(forward_bytes=2, backward_bytes=8, forward_kernels=0, backward_kernels=0)
+"""The activation of gated experts inside products in 8 bits: its output is written by rows and by columns (1 + 1);
+back both inputs are read in half precision (4), and both gradients written so (4). `forward_grouped_mlp` and
+`backward_grouped_mlp` of Transformer Engine's `pytorch/ops/fused` [number that the activation puts out]."""
+
 RECURRENCE_KERNELS = 12
 """Kernels of the forward of a recurrence: convolution, activation, steps, scan in a few kernels, norm and gate."""
 
@@ -394,9 +399,13 @@ class Roofline:
         device, operators, hidden = query.device, self.software.operators, query.layer.hidden_size
         cut = query.tensor_parallel_size if self.software.communication.cuts_experts else 1.0
         rows, here = cut * query.expert_rows(experts), cut * experts.number / query.expert_parallel_size
+        fused = self._casts and query.layer.gated and self.software.products.fuses_experts
+        entering, leaving = experts.products[0], experts.products[-1]
         for product in experts.products:
-            yield self._expert_product(product, device, rows, here, cut)
-        if self._casts:
+            # The activation between them is in 8 bits, and so is its gradient.
+            casts = (product is not leaving or not fused, product is not entering or not fused)
+            yield self._expert_product(product, device, rows, here, cut, casts=casts)
+        if self._casts and not fused:
             yield self._operator(PADDING, device, rows * hidden)
         if experts.parameters > experts.number * experts.weights:
             bias = self._operator(operators.expert_bias, device, rows * hidden)
@@ -409,14 +418,25 @@ class Roofline:
         sorts = np.where(np.greater(query.expert_parallel_size, 1), 2.0, 1.0)
         moved = held / sorts if self.software.communication.sends_once else held
         yield self._operator(operators.routing, device, moved * hidden, sorts)
-        yield self._operator(operators.expert_activation, device, held * experts.width)
+        activation = FUSED_EXPERTS if fused else operators.expert_activation
+        yield self._operator(activation, device, held * experts.width)
 
     def _expert_product(
-        self, product: Product, device: Device, rows: ScalarOrArray, matrices: ScalarOrArray, cut: ScalarOrArray
+        self,
+        product: Product,
+        device: Device,
+        rows: ScalarOrArray,
+        matrices: ScalarOrArray,
+        cut: ScalarOrArray,
+        *,
+        casts: tuple[bool, bool] = (True, True),
     ) -> _Part:
         """A product of some experts that have so many rows together: one kernel in half precision from Ampere on.
 
         Rows of an expert fill tiles of `TILE` rows, the last one by half.
+
+        Args:
+            casts: whether its input, and the gradient of its output, are cast to 8 bits before it.
         """
         kernels = self.software.products
         in_half = device.is_gpu and self.precision != "fp32"
@@ -428,8 +448,8 @@ class Roofline:
         if not kernels.accumulates_in_place:
             adding = kernels.accumulation_bytes
         return _Part(
-            self.product_s(device, filled, inputs, outputs, matrices) + self._cast_s(device, rows * inputs),
-            self.product_s(device, filled, outputs, inputs, matrices) + self._cast_s(device, rows * outputs),
+            self.product_s(device, filled, inputs, outputs, matrices) + casts[0] * self._cast_s(device, rows * inputs),
+            self.product_s(device, filled, outputs, inputs, matrices) + casts[1] * self._cast_s(device, rows * outputs),
             self.product_s(device, matrices * inputs, rows / matrices, outputs, matrices)
             + self._moving_s(device, adding * weights),
             forward_kernels=launches * kernels.forward_kernels + matrices * self._casts,

@@ -9,7 +9,7 @@ One strategy is a grid of one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from megatron_terapipe.search.price.links import (
     reduce_scatter_s,
 )
 from megatron_terapipe.search.price.step import exposed_under
-from megatron_terapipe.search.price.workload import Layer, Workload
+from megatron_terapipe.search.price.workload import DISPATCHERS, Layer, Workload
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -196,6 +196,8 @@ class LayerPrices:
 
     def of_layer(self, query: LayerQuery, links: LayerLinks) -> StageOps:
         """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it."""
+        if self.communication.chooses_dispatcher and query.layer.experts and query.layer.experts.dispatcher == "auto":
+            return self._with_faster_dispatcher(query, links)
         efficiency, communication = self.efficiency, self.communication
         kernels = self.op_times(query)
         again = query.again in ("full", "stage")
@@ -257,10 +259,31 @@ class LayerPrices:
             np.maximum(whole_forward + whole_backward - without, 0.0),
         )
 
+    def _with_faster_dispatcher(self, query: LayerQuery, links: LayerLinks) -> StageOps:
+        """Price the layer with `allgather` where the forward and backward are then shorter than with `alltoall`."""
+        exact, gathering = (replace(query, layer=query.layer.dispatched_by(each)) for each in DISPATCHERS)
+        usual = self.of_layer(exact, links)
+        there_and_back = [sum(self._there_and_back_s(each, links)) for each in (exact, gathering)]
+        if np.all(np.greater_equal(there_and_back[1], there_and_back[0])):
+            return usual  # each rank holds the rows of all ranks, for nothing
+        other = self.of_layer(gathering, links)
+        is_faster = other.forward + other.backward < usual.forward + usual.backward
+        return StageOps(*(np.where(is_faster, *each) for each in zip(other, usual, strict=True)))
+
     def _expert_exchange_s(
         self, query: LayerQuery, links: LayerLinks, kernels: LayerTimes
     ) -> tuple[ScalarOrArray, ScalarOrArray, ScalarOrArray]:
-        """Seconds [...] of tokens on their way to their experts and back: in a forward, a backward, a forward again.
+        """Seconds [...] of tokens on their way to their experts and back: in a forward, a backward, a forward again."""
+        there_and_back, drain = self._there_and_back_s(query, links)
+        there_and_back = (1 - self.communication.hidden_exchange) * there_and_back
+        if not self.communication.overlaps_shared_experts:
+            return there_and_back + drain, there_and_back, there_and_back
+        forward = exposed_under(there_and_back, kernels.shared_experts, self.efficiency)
+        backward = exposed_under(there_and_back, BACKWARD_PER_FORWARD * kernels.shared_experts, self.efficiency)
+        return forward + drain, backward, forward
+
+    def _there_and_back_s(self, query: LayerQuery, links: LayerLinks) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Seconds [...] of tokens on their way to their experts and back, and of the host's wait in a forward.
 
         `alltoall` sends each token to the ranks of its experts, as many to the rank with most as `Experts.imbalance`
         has; a forward exchanges the sizes first, and waits on the host for them, after which launches start again.
@@ -268,7 +291,7 @@ class LayerPrices:
         """
         experts, efficiency, topology = query.layer.experts, self.efficiency, links.expert
         if experts is None or not np.any(np.greater(topology.size, 1)):
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0
         row, drain = self.element_bytes * query.layer.hidden_size, np.zeros(())
         if experts.sends_to_all:
             gathered = row * query.routed_tokens * topology.size
@@ -278,12 +301,7 @@ class LayerPrices:
         else:
             there_and_back = 2 * self._all_to_all_s(row * query.expert_rows(experts), experts.chosen, query, links)
             drain = np.where(np.greater(topology.size, 1), efficiency.collective_s + efficiency.launch_s, 0.0)
-        there_and_back = (1 - self.communication.hidden_exchange) * there_and_back
-        if not self.communication.overlaps_shared_experts:
-            return there_and_back + drain, there_and_back, there_and_back
-        forward = exposed_under(there_and_back, kernels.shared_experts, efficiency)
-        backward = exposed_under(there_and_back, BACKWARD_PER_FORWARD * kernels.shared_experts, efficiency)
-        return forward + drain, backward, forward
+        return there_and_back, drain
 
     def _all_to_all_s(
         self, num_bytes: ScalarOrArray, chosen: int, query: LayerQuery, links: LayerLinks

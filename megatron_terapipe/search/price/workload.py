@@ -6,7 +6,7 @@ ModelConfig --gpt_workload--> Workload(layers, dealt first..end) ; Layer = produ
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
@@ -110,6 +110,10 @@ IMBALANCE = 1.25
 357, 295 and 237 TFLOP/s a device); experts and their exchanges, which wait for that rank, are some 60 % of these."""
 
 
+Dispatcher = Literal["alltoall", "allgather"]
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     """The experts of a layer among which a router chooses for each token; expert-parallel ranks share them.
@@ -126,7 +130,7 @@ class Experts:
     """Matrices of one; tensor-parallel ranks share them only where a trainer cuts experts."""
     parameters: int
     """Parameters of all experts, which `Layer.parameters` includes."""
-    dispatcher: Literal["auto", "alltoall", "allgather"] = "auto"
+    dispatcher: Literal["auto"] | Dispatcher = "auto"
     """How tokens travel, as `--moe-token-dispatcher-type`."""
     imbalance: float = IMBALANCE
 
@@ -200,6 +204,12 @@ class Layer:
         routed = 0 if experts is None else self.hidden_size * experts.number + experts.chosen * experts.weights
         mixing = 0 if self.recurrence is None else flops.recurrence_flops_per_token(self.recurrence)
         return 2 * (sum(product.weights for product in self.products) + routed) + mixing
+
+    def dispatched_by(self, dispatcher: Dispatcher) -> "Layer":
+        """Return the same with a dispatcher in place of `auto`."""
+        if self.experts is None or self.experts.dispatcher != "auto":
+            return self
+        return replace(self, experts=replace(self.experts, dispatcher=dispatcher))
 
     @property
     def is_block(self) -> bool:
@@ -285,6 +295,10 @@ class Workload:
                     total -= layer.shared_parameters
                 seen.add(layer.shared_weight)
         return total
+
+    def dispatched_by(self, dispatcher: Dispatcher) -> "Workload":
+        """Return the same with a dispatcher in place of `auto`."""
+        return replace(self, layers=tuple(each.dispatched_by(dispatcher) for each in self.layers))
 
     @cached_property
     def experts(self) -> Experts | None:

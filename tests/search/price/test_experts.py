@@ -8,9 +8,10 @@ import pytest
 from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import Link
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory
-from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, all_gather_s, all_to_all_s
@@ -72,7 +73,9 @@ def test_products_depend_on_the_tokens_of_an_expert() -> None:
 
 
 def test_the_rank_with_most_tokens_counts() -> None:
-    even, usual, all_on_one = (priced(with_experts(imbalance=factor)) for factor in (1.0, IMBALANCE, 4.0))
+    even, usual, all_on_one = (
+        priced(with_experts(imbalance=factor, dispatcher="alltoall")) for factor in (1.0, IMBALANCE, 4.0)
+    )
     assert even.forward < usual.forward < all_on_one.forward
     assert even.expert_exchange < usual.expert_exchange < all_on_one.expert_exchange
     # A rank with all experts has all rows of its tokens.
@@ -97,6 +100,24 @@ def test_exchanges_by_hand() -> None:
     between = priced(topology=INSIDE._replace(num_nodes=2, network_bandwidth=25e9, network_latency_s=5e-6))
     assert between.expert_exchange > 3 * priced().expert_exchange
     assert priced(topology=ALONE).expert_exchange == 0
+
+
+def test_auto_is_the_faster_dispatcher_in_time_and_memory() -> None:
+    """Over a slow network all tokens go to both ranks, where eight experts of each would be sent more."""
+    model = replace(MODEL, moe_router_topk=8)
+    strategy = Strategy(data_parallel_size=2, expert_parallel_size=2, global_batch_size=4)
+    for gigabits, taken in ((1e6, "alltoall"), (0.1, "allgather")):
+        network = Link(bandwidth=gigabits / 8 * 1e9, latency_s=1e-6)
+        cluster = nodes(2, num_devices=1, num_network_cards=1, network=network)
+        prices = {each: Pricing(gpt_workload(replace(model, moe_token_dispatcher_type=each)), cluster) for each in ALL}
+        auto, *others = (prices[each].predict(strategy) for each in ALL)
+        assert prices["auto"].cost_model.dispatcher_of(strategy) == taken
+        faster = min(others, key=lambda each: each.iteration_time_s)
+        assert faster is others[ALL.index(taken) - 1] and others[0].memory != others[1].memory
+        assert auto.iteration_time_s == pytest.approx(faster.iteration_time_s) and auto.memory == faster.memory
+
+
+ALL = ("auto", "alltoall", "allgather")
 
 
 def test_shared_experts_run_under_exchanges() -> None:
