@@ -9,7 +9,8 @@ from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Link
-from megatron_terapipe.search.machine.trainers import TERAPIPE
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.trainers import MEGATRON_CORE, TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
@@ -17,6 +18,7 @@ from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, all_gather_s, all_to_all_s
 from megatron_terapipe.search.price.memory import MemoryModel
 from megatron_terapipe.search.price.profile_times import MeasuredProfile
+from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import LayerPrices
 from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload
 from megatron_terapipe.strategy import Strategy
@@ -100,6 +102,26 @@ def test_exchanges_by_hand() -> None:
     between = priced(topology=INSIDE._replace(num_nodes=2, network_bandwidth=25e9, network_latency_s=5e-6))
     assert between.expert_exchange > 3 * priced().expert_exchange
     assert priced(topology=ALONE).expert_exchange == 0
+
+
+def test_activation_casts_and_copies_inside_products_of_experts() -> None:
+    asked = replace(query(with_experts(dispatcher="alltoall")), device=device("B200-SXM-180GB"))
+    of = {
+        (fused, precision): Roofline(
+            COST_MODEL.efficiency,
+            replace(MEGATRON_CORE, products=replace(MEGATRON_CORE.products, fuses_experts=fused)),
+            precision,
+        )
+        for fused in (False, True)
+        for precision in ("bf16", "mxfp8")
+    }
+    found = {key: prices(asked) for key, prices in of.items()}
+    assert found[False, "bf16"] == found[True, "bf16"]
+    rows, moving = TOKENS * 4 * IMBALANCE, of[True, "mxfp8"]._moving_s
+    # An activation reads and writes five numbers and its output is cast; then it is only written, in 8 bits twice. Rows
+    # are copied before and after the products, or nowhere.
+    saved = moving(asked.device, rows * 512 * (5 * 2 + 4 - 2) + rows * 1024 * 2 * 4)
+    assert found[False, "mxfp8"].forward - found[True, "mxfp8"].forward == pytest.approx(saved)
 
 
 def test_auto_is_the_faster_dispatcher_in_time_and_memory() -> None:
