@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.machine.cluster import Cluster
     from megatron_terapipe.search.price.cost_model import CostModel
     from megatron_terapipe.search.price.profile import Profile
+    from megatron_terapipe.search.price.workload import Dispatcher
     from megatron_terapipe.search.rank.token_slices import SolvedCut, TabulatedCosts
 
 
@@ -328,10 +329,9 @@ def with_dispatcher(config: Config, data_parallel_size: int) -> Config:
     """
     if config.model.moe_token_dispatcher_type != AUTO or config.parallel.expert_model_parallel_size == 1:
         return config
-    strategy = Strategy.of_config(config, data_parallel_size)
-    if config.expert_ranks_cut_apart:
-        dispatcher = "alltoall"
-    else:
+    dispatcher: Dispatcher = "alltoall"
+    if not config.expert_ranks_cut_apart:
+        strategy = Strategy.of_config(config, data_parallel_size)
         dispatcher = cost_model_of(config, strategy.world_size).dispatcher_of(strategy)
     return replace(config, model=replace(config.model, moe_token_dispatcher_type=dispatcher))
 
