@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token, key_value_bytes_per_token
 from benchmarks.measuring.command import Parser
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.workload import batches, benchmark_model, join, our_engine
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.clocks import Observer
-from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config import ModelConfig
 
 FP32_BYTES = 4
 
@@ -31,7 +31,7 @@ def closed_form(
     live = min(num_stages - 1 + num_token_slices, num_micro_batches * num_token_slices)
     length = model.seq_length // num_token_slices
     block = model.blocks[0]
-    key_value = flops.key_value_bytes_per_token(model, block, FP32_BYTES)
+    key_value = key_value_bytes_per_token(model, block, FP32_BYTES)
     token = block_activation_bytes_per_token(model, block, FP32_BYTES, recompute) - key_value
     live_micro_batches = -(-live // num_token_slices)
     owed = key_value * (model.seq_length - length)

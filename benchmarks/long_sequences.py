@@ -53,7 +53,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from benchmarks.measuring.closed_forms import block_activation_bytes_per_token, stage_input_bytes_per_token
+from benchmarks.measuring.closed_forms import (
+    block_activation_bytes_per_token,
+    key_value_bytes_per_token,
+    stage_input_bytes_per_token,
+)
 from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.report import Section, progress
@@ -143,7 +147,7 @@ def step_flops(model: ModelConfig, *, recompute: bool) -> float:
 
 def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
     """Settings of copies to the host, for two stages with half of the layers each."""
-    key_value = flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / 2
+    key_value = key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / 2
     inputs = (0.0, float(stage_input_bytes_per_token(model, FP32_BYTES)))
     windows = (model.sliding_window,) * 2
     return HostCopySettings(cut.lengths, inputs, (key_value,) * 2, windows=windows)
@@ -152,7 +156,7 @@ def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
 def closed_form(model: ModelConfig, way: Way, stages: int = 1, stage: int = 0) -> float:
     """Bytes of the peak of a step on one sequence and one stage, without weights and their gradients."""
     block, tokens, layers = model.blocks[0], model.seq_length, model.num_layers // stages
-    key_value, hidden = flops.key_value_bytes_per_token(model, block, FP32_BYTES), model.hidden_size * FP32_BYTES
+    key_value, hidden = key_value_bytes_per_token(model, block, FP32_BYTES), model.hidden_size * FP32_BYTES
     activations = block_activation_bytes_per_token(model, block, FP32_BYTES) - key_value
     of_mlp = block_activation_bytes_per_token(model, replace(block, num_key_value_heads=0), FP32_BYTES)
     # Gradients of two hidden states, of the input of the last product, of the gate, and of the first product, twice as

@@ -4,6 +4,19 @@ from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.layers import BlockShape
 
 
+def key_value_bytes_per_token(
+    model: ModelConfig, block: BlockShape, element_bytes: int, *, latents_kept: bool = False
+) -> int:
+    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed.
+
+    Args:
+        latents_kept: whether layers with latent attention keep latents in their place.
+    """
+    if latents_kept and block.latent is not None:
+        return block.latent.kept_size * element_bytes
+    return block.num_key_value_heads * (model.kv_channels + flops.value_size(model, block)) * element_bytes
+
+
 def block_activation_bytes_per_token(
     model: ModelConfig, block: BlockShape, element_bytes: int, recompute: str = "none", *, latents_kept: bool = False
 ) -> int:
@@ -22,7 +35,7 @@ def block_activation_bytes_per_token(
     Args:
         element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
     """
-    key_value = flops.key_value_bytes_per_token(model, block, element_bytes, latents_kept=latents_kept)
+    key_value = key_value_bytes_per_token(model, block, element_bytes, latents_kept=latents_kept)
     if recompute == "full":
         return model.hidden_size * element_bytes + key_value
     if recompute == "stage":

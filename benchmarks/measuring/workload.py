@@ -179,4 +179,4 @@ def batches(model: ModelConfig, *, for_deepspeed: bool, micro_batch_size: int = 
     samples = torch.randint(0, model.vocab_size, (micro_batch_size, model.seq_length + 1), generator=generator)
     batch = MicroBatch.from_samples(samples)
     while True:
-        yield batch.as_pipeline_batch() if for_deepspeed else batch
+        yield (batch.tokens, (batch.labels, batch.loss_mask)) if for_deepspeed else batch

@@ -347,19 +347,6 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
     return num_sequences * (blocks + passes * seq_length * (1 + depths) * logits_flops_per_token(model))
 
 
-def key_value_bytes_per_token(
-    model: ModelConfig, block: BlockShape, element_bytes: int, *, latents_kept: bool = False
-) -> int:
-    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed.
-
-    Args:
-        latents_kept: whether layers with latent attention keep latents in their place.
-    """
-    if latents_kept and block.latent is not None:
-        return block.latent.kept_size * element_bytes
-    return block.num_key_value_heads * (model.kv_channels + value_size(model, block)) * element_bytes
-
-
 def expanded_channels(latent: LatentSizes) -> tuple[int, int]:
     """Numbers of a head and a token in reach, where latents are kept: its key and value, and all that a backward holds.
 

@@ -11,7 +11,7 @@ TimingOption = Literal["max", "minmax", "all"]
 """Ranks whose timers are reported."""
 
 
-def read_iterations(text: str, flag: str) -> tuple[range, ...]:
+def read_iterations(text: str) -> tuple[range, ...]:
     """Return runs of iterations, in rising order, from numbers and runs of numbers with commas between them."""
     parts = [part.strip().partition("-") for part in text.split(",")]
     try:
@@ -19,9 +19,9 @@ def read_iterations(text: str, flag: str) -> tuple[range, ...]:
     except ValueError:
         runs = []
     if not runs or any(last <= first for first, last in runs):
-        raise ConfigError(f"{flag} {text} is not a list of iterations: write it as 10 or 10,20 or 30-34")
+        raise ConfigError(f"--timeline-iterations {text} is not a list of iterations: write it as 10 or 10,20 or 30-34")
     if runs[0][0] < 1:
-        raise ConfigError(f"{flag} {text} has an iteration below 1: count from 1")
+        raise ConfigError(f"--timeline-iterations {text} has an iteration below 1: count from 1")
     return tuple(range(*run) for run in runs)
 
 
@@ -153,6 +153,6 @@ class LoggingConfig:
     def measured_iterations(self, start: int, last: int) -> tuple[range, ...]:
         """Return the iterations whose timelines are written, if there is a directory for them."""
         if self.timeline_iterations is not None:
-            return read_iterations(self.timeline_iterations, "--timeline-iterations")
+            return read_iterations(self.timeline_iterations)
         # A run of one or two iterations has only slow ones.
         return (range(min(start + 3, last), min(start + 5, last) + 1),)

@@ -88,7 +88,7 @@ class BlendOrder:
         return given
 
     def _advanced(self, given: NDArray[np.int64], known: int, end: int) -> dict[str, NDArray[np.int64]]:
-        for block in with_progress(range(known, end), "blend", "block", shown=self._cache.keeps):
+        for block in with_progress(range(known, end), shown=self._cache.keeps):
             given = _chosen(self._shares, given, block * _BLOCK, _BLOCK)[2]
         return {"given": given}
 

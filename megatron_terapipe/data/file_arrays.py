@@ -199,12 +199,12 @@ Numbers = NDArray[Any] | FileColumn
 _SECONDS_UNTIL_PROGRESS, _SECONDS_BETWEEN_LINES = 2.0, 30.0
 
 
-def with_progress(numbers: range, what: str, unit: str, *, shown: bool) -> Iterable[int]:
-    """Return the numbers, with their progress once they have taken a while: a bar, or without a terminal some lines."""
+def with_progress(blocks: range, *, shown: bool) -> Iterable[int]:
+    """Return blocks of a blend, with progress once they have taken a while: a bar, or without a terminal some lines."""
     reported: Iterable[int] = tqdm(
-        numbers,
-        desc=what,
-        unit=unit,
+        blocks,
+        desc="blend",
+        unit="block",
         delay=_SECONDS_UNTIL_PROGRESS,
         mininterval=0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES,
         disable=not shown,

@@ -80,10 +80,6 @@ class MicroBatch:
             document_starts=self.document_starts,
         )
 
-    def as_pipeline_batch(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return `(tokens, (labels, loss_mask))`, each [B, N]: inputs of the first and of the last stage."""
-        return self.tokens, (self.labels, self.loss_mask)
-
 
 _BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23
 """Micro-batches that a thread prepares ahead: as many, and no more tokens together than that, at 20 bytes each."""

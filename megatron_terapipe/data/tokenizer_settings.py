@@ -6,30 +6,23 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from deepspeed_ext.plan.text_files import field_texts
-from megatron_terapipe.config.data import TIKTOKEN_PATTERNS, TOKENIZER_FILES, TOKENIZER_SPELLINGS, DataConfig
-from megatron_terapipe.config.options import flag, option, option_of
+from megatron_terapipe.config.data import TOKENIZER_SPELLINGS, DataConfig
+from megatron_terapipe.config.options import Option, flag, option_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerSettings:
-    """Type, files and sizes of a tokenizer, as a checkpoint stores them."""
+    """Type, files and sizes of a tokenizer, as a checkpoint stores them: fields of `DataConfig`, and a size."""
 
-    tokenizer_type: str = option("byte", choices=tuple(TOKENIZER_FILES), metavar="NAME")
-    """Type of the tokenizer."""
-    vocab_file: str | None = option(None, metavar="FILE")
-    """Vocabulary of GPT2BPETokenizer: encoder.json or vocab.json."""
-    merge_file: str | None = option(None, metavar="FILE")
-    """Merge rules of GPT2BPETokenizer: vocab.bpe or merges.txt."""
-    tokenizer_model: str | None = option(None, metavar="PATH")
-    """Tokenizer.json of HuggingFaceTokenizer or its directory; file of SentencePieceTokenizer or TikTokenizer."""
-    vocab_size: int | None = option(None, metavar="N")
+    tokenizer_type: str = "byte"
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
     """Number of ids, of NullTokenizer without the one that ends a document, and of TikTokenizer; None otherwise."""
-    tiktoken_pattern: str | None = option(None, choices=TIKTOKEN_PATTERNS)
-    """Pattern of TikTokenizer."""
-    tiktoken_num_special_tokens: int = option(1000, metavar="N")
-    """Ids that TikTokenizer reserves for special tokens (default: 1000)."""
-    tiktoken_special_tokens: Sequence[str] | None = option(None, metavar="TOKEN")
-    """Names of the first of them (default: <unk> <s> </s>)."""
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: Sequence[str] | None = None
 
     @classmethod
     def of(cls, data: DataConfig, vocab_size: int | None = None) -> Self:
@@ -56,16 +49,18 @@ def ids_of_text(tokenizer_type: str, vocab_size: int | None) -> int | None:
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None, explained: str) -> None:
     """Add a flag for each field of `TokenizerSettings`."""
     group = parser.add_argument_group("tokenizer")
-    texts = field_texts(TokenizerSettings)
+    texts = field_texts(DataConfig) | {"vocab_size": "Number of ids of NullTokenizer and of TikTokenizer."}
+    options = {each.name: option_of(each) for each in fields(DataConfig)}
     for field in fields(TokenizerSettings):
-        name, details = field.name, option_of(field)
-        is_type = name == "tokenizer_type"
+        name, details = field.name, options.get(field.name, Option())
+        is_type, is_number = name == "tokenizer_type", name in ("vocab_size", "tiktoken_num_special_tokens")
+        text = texts[name][0].lower() + texts[name][1:].rstrip(".")
         group.add_argument(
             flag(name),
             default=default if is_type else field.default,
-            type=int if details.metavar == "N" else lambda word: TOKENIZER_SPELLINGS.get(word, word),
+            type=int if is_number else lambda word: TOKENIZER_SPELLINGS.get(word, word),
             nargs="+" if name == "tiktoken_special_tokens" else None,
             choices=details.choices or None,
-            metavar=details.metavar or None,
-            help=explained if is_type else texts[name][0].lower() + texts[name][1:].rstrip("."),
+            metavar="NAME" if is_type else "N" if is_number else details.metavar or None,
+            help=explained if is_type else f"{text} (default: {field.default})" if field.default else text,
         )

@@ -156,9 +156,7 @@ def local_command() -> list[str]:
     return [sys.executable, "-c", BEGIN]
 
 
-def ssh_command(
-    host: str, launching: Launching, port: int | None, environment: Mapping[str, str] = os.environ
-) -> list[str]:
+def ssh_command(host: str, launching: Launching, port: int | None) -> list[str]:
     """Return the command of a probe on another host, reached as DeepSpeed's launcher reaches it.
 
     It has the PYTHONPATH that the launcher sets there, and the options of PDSH_SSH_ARGS_APPEND. Where the Python of the
@@ -167,10 +165,10 @@ def ssh_command(
     Args:
         port: of sshd; None = as in ssh's settings.
     """
-    path = os.pathsep.join(filter(None, [launching.directory, environment.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [launching.directory, os.environ.get("PYTHONPATH")]))
     begin = f"PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(path)}; export PYTHONSAFEPATH PYTHONPATH; "
     start = f'p={shlex.quote(launching.python)}; [ -x "$p" ] || p=python3; exec "$p" -c {shlex.quote(BEGIN)}'
-    options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
+    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     options += ["-p", str(port)] if port is not None else []
     words = ["ssh", "-x", "-a", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *options, host]
     # The shell of a user may be another than sh.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token, key_value_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import attended_positions, positions_in_reach
 from megatron_terapipe.config.layers import BlockShape
@@ -131,7 +131,7 @@ def test_activation_bytes_are_korthikantis_less_dropout_and_scores() -> None:
     model = gpt(1, 64, 4)
     block = model.blocks[0]
     assert block_activation_bytes_per_token(model, block, 2) == (34 - 2) * 64 + 4 * 4
-    assert flops.key_value_bytes_per_token(model, block, 2) == 4 * 64
+    assert key_value_bytes_per_token(model, block, 2) == 4 * 64
     # Selective: two outputs of norms (h each) and one of the activation (4h) less.
     assert block_activation_bytes_per_token(model, block, 2, "selective") == (32 - 2 * 6) * 64 + 4 * 4
     # Full: the block's input, keys and values.
@@ -140,7 +140,7 @@ def test_activation_bytes_are_korthikantis_less_dropout_and_scores() -> None:
 
 def test_grouped_query_attention_and_a_gate() -> None:
     full, grouped, gated = gpt(1, 64, 4), gpt(1, 64, 4, num_key_value_heads=1), gpt(1, 64, 4, activation="swiglu")
-    assert flops.key_value_bytes_per_token(grouped, grouped.blocks[0], 4) == 2 * 16 * 4
+    assert key_value_bytes_per_token(grouped, grouped.blocks[0], 4) == 2 * 16 * 4
     # Every query head still scores every position.
     assert len({flops.attention_flops_per_position(model, model.blocks[0]) for model in (full, grouped)}) == 1
     plain = gpt(1, 64, 4, ffn_hidden_size=gated.ffn_hidden_size)
@@ -161,13 +161,13 @@ def test_parts_left_out_count_nothing() -> None:
         flops.linear_flops_per_token,
         flops.attention_flops_per_position,
         lambda *given: flops.block_forward_flops(*given, 7, 5),
-        lambda *given: flops.key_value_bytes_per_token(*given, 2),
+        lambda *given: key_value_bytes_per_token(*given, 2),
         lambda *given: block_activation_bytes_per_token(*given, 2),
         lambda *given: block_activation_bytes_per_token(*given, 2, "selective"),
     ):
         assert count(model, nothing) == 0
         assert count(model, attention) + count(model, mlp) == count(model, both) > 0
-    assert flops.key_value_bytes_per_token(model, mlp, 2) == 0
+    assert key_value_bytes_per_token(model, mlp, 2) == 0
 
 
 def test_uneven_layers_add_up() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.closed_forms import key_value_bytes_per_token
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import latent_attention
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-from megatron_terapipe.config import flops
 from megatron_terapipe.model.latent_attention import LatentAttention
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import MODELS, SEQ
@@ -66,5 +66,5 @@ def test_bytes_of_a_token_that_later_token_slices_read(kept: bool) -> None:
     state = SequenceState(TokenSlices((20, 12)), sequences=(0, 1))
     layer(hidden_state(32, SEQ)[:, :20], state.past(0, 0))
     tensors = state.keys_and_values(0, None).read(0, 20)
-    of_token = flops.key_value_bytes_per_token(model, model.blocks[0], 8, latents_kept=kept)
+    of_token = key_value_bytes_per_token(model, model.blocks[0], 8, latents_kept=kept)
     assert sum(each.nbytes for each in tensors) == 2 * 20 * of_token

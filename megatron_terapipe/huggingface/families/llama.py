@@ -83,9 +83,9 @@ def llama_like(
     )
 
 
-def swish(default: str = "silu") -> Setting:
+def swish() -> Setting:
     """Return the setting of the activation function before the gate."""
-    return word("hidden_act", "activation", GATED, default)
+    return word("hidden_act", "activation", GATED, "silu")
 
 
 LLAMA = llama_like(

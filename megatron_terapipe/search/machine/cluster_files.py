@@ -227,12 +227,12 @@ class NodeGroup:
         return cls(replace(machine, device=device), notes=(*notes, *device_notes(device)))
 
     @classmethod
-    def of_library(cls, name: str, where: str) -> "NodeGroup":
+    def of_library(cls, name: str) -> "NodeGroup":
         """Return a node by the name of a machine, or of a device in its usual machine."""
         if name.lower() in MACHINES.keys() - FOR_ANY_DEVICE:
             machine = MACHINES[name.lower()]
             return cls.of_machine(machine, machine.device)
-        device = library.device(name, where)
+        device = library.device(name, "--device")
         machine = library.usual_machine(name)
         return cls.of_machine(machine, device, library_note(["links"], device, machine))
 
@@ -356,7 +356,7 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
             raise ConfigError(
                 f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB"
             )
-        hosts, group = parse_hostfile(text, path), NodeGroup.of_library(device, "--device")
+        hosts, group = parse_hostfile(text, path), NodeGroup.of_library(device)
         nodes = tuple(replace(group.node, name=host.name, num_devices=host.slots) for host in hosts if host.slots)
         return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)
     if device is not None:

@@ -40,12 +40,12 @@ def kind_key(node: Node) -> tuple[object, ...]:
     )
 
 
-def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
+def node_orders(cluster: Cluster) -> list[Cluster]:
     """The orders of nodes to try. The same nodes in any order give the same list, but for names of equal nodes."""
     kinds = _by_kind(cluster)
     counts = [len(nodes) for nodes in kinds]
-    distinct = factorial(sum(counts)) // prod(map(factorial, counts)) if sum(counts) <= 64 else most + 1
-    if len(kinds) > 1 and distinct <= most:
+    distinct = factorial(sum(counts)) // prod(map(factorial, counts)) if sum(counts) <= 64 else MOST_ORDERS + 1
+    if len(kinds) > 1 and distinct <= MOST_ORDERS:
         sequences = sorted(set(permutations(kind for kind, count in enumerate(counts) for _ in range(count))))
     else:
         sequences = [

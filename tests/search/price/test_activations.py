@@ -2,7 +2,7 @@ from math import inf
 
 import pytest
 
-from benchmarks.measuring.closed_forms import block_activation_bytes_per_token
+from benchmarks.measuring.closed_forms import block_activation_bytes_per_token, key_value_bytes_per_token
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import Software
@@ -81,7 +81,7 @@ def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, objec
     expected = block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
     found = memory(layer, TERAPIPE, recompute=recompute)
     assert found.activations + found.key_values == expected
-    assert found.key_values == flops.key_value_bytes_per_token(model, model.blocks[0], 2)
+    assert found.key_values == key_value_bytes_per_token(model, model.blocks[0], 2)
     assert found.key_value_gradients == 2 * found.key_values  # fp32
     rounded = memory(layer, TERAPIPE, recompute=recompute, kept_keys=KeptKeys("bf16"))
     assert rounded == found._replace(key_value_gradients=found.key_values)
