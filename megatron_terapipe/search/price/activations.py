@@ -60,6 +60,8 @@ class TokenMemory(NamedTuple):
     state: ScalarOrArray = 0.0
     """Of a token slice, not of a token: states that its recurrences leave to the next one, in either recomputation;
     none where a sequence is one token slice."""
+    attending: ScalarOrArray = 0.0
+    """Part of `working` in the backward of attention, less the activations of the MLP, which are free again by then."""
     expanded: ScalarOrArray = 0.0
     """Of a sequence, not of a token: extra memory of the backward of attention that has kept latents, with keys and
     values of all heads; as many heads are computed at once as `EXPANDED_AT_ONCE` has room for, and one at least."""
@@ -251,6 +253,7 @@ class LayerMemory:
             + self.routed()
             + (0.0 if owned else key_value)
         )
+        of_mlp = has_mlp * (2 * hidden + widths + activated) + self.routed()
         widest = np.maximum(np.maximum(2 * mlp_width, query + expanded), self.routed(working=True))
         widest = np.maximum(widest, mixing)
         gradients = 2 * hidden + widest + (0.0 if flash else 0.8 * scores)
@@ -275,6 +278,7 @@ class LayerMemory:
             scores=tile_scores * owned,
             window_gradients=((window or 1) - 1) * in_window * gradient_ratio,
             state=(0 if sizes is None else state_bytes(sizes, element)) / size,
+            attending=again + gradients - widest + query + expanded - of_mlp,
             expanded=expanded_head * (0 if attention is None else attention.query_heads) / size,
             expanded_head=expanded_head + 0.0 * size,
         )
@@ -332,9 +336,9 @@ def working_bytes(
     Args:
         sequences: for which `of_token` has one.
     """
-    of_blocks = tokens * of_token.working + np.minimum(tokens * of_token.scores, SCORE_LIMIT)
     one_head, all_heads = sequences * of_token.expanded_head, sequences * of_token.expanded
-    of_blocks = of_blocks + np.minimum(all_heads, np.maximum(one_head, limits.expanded))
+    attending = tokens * of_token.attending + np.minimum(all_heads, np.maximum(one_head, limits.expanded))
+    of_blocks = np.maximum(tokens * of_token.working, attending) + np.minimum(tokens * of_token.scores, SCORE_LIMIT)
     working = np.maximum(of_blocks, np.minimum(tokens * head_working, limits.working))
     return np.asarray(working + tokens * of_token.recomputed)
 

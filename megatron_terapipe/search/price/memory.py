@@ -224,7 +224,7 @@ def _moving(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
     return overheads.activation_factor * (kept + overheads.working_factor * counted.working)
 
 
-IN_TURN = ("working", "scores", "expanded", "expanded_head")
+IN_TURN = ("working", "attending", "scores", "expanded", "expanded_head")
 """Memory that layers take one after the other: only the layer with most counts."""
 
 TRANSFERS = 3

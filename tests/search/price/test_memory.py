@@ -284,6 +284,9 @@ def test_more_micro_batches_repeat_the_peak(
         (TokenMemory(0.0, expanded=6.0, expanded_head=3.0), "1f1b", 1, (6, 2), "working", 6),
         (TokenMemory(0.0, expanded=12.0, expanded_head=3.0), "1f1b", 1, (6, 2), "working", 8),
         (TokenMemory(0.0, expanded=40.0, expanded_head=10.0), "1f1b", 1, (8,), "working", 10),
+        # The backward of the MLP comes before the one of attention.
+        (TokenMemory(0.0, working=3.0, attending=1.0, expanded=3.0), "1f1b", 1, (2,), "working", 6),
+        (TokenMemory(0.0, working=3.0, attending=1.0, expanded=7.0), "1f1b", 1, (2,), "working", 9),
     ],
 )
 def test_peaks_by_hand(
