@@ -305,7 +305,8 @@ class Executor:
             entries, inputs = inputs, inputs[self._module.data_entries.first]
         layers = self._module.stage_layers(op.stage)
         cut = self.batch.token_slices_of(op.micro_batch)
-        if check_layers(layers, inputs, entries, modules=self._module, seq_length=length, token_slices=cut):
+        module, ranks = self._module, self._module.sequence_ranks
+        if check_layers(layers, inputs, entries, modules=module, seq_length=length, token_slices=cut, ranks=ranks):
             self._unchecked.discard(op.stage)
 
     @property

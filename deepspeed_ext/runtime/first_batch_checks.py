@@ -76,8 +76,12 @@ def check_layers(
     modules: nn.Module,
     seq_length: int,
     token_slices: TokenSlices,
+    ranks: SequenceParallelRanks,
 ) -> bool:
     """Run layers on some tokens, whole and in a few token slices, without an effect on later batches.
+
+    Where ranks share the token slice, each of them does so with its part. Then they run the layers together, and each
+    runs them alone on the tokens of all.
 
     Args:
         layers: layers of a stage, first to last.
@@ -85,6 +89,7 @@ def check_layers(
         entries: entries of the same token slice, by name.
         seq_length: tokens of that token slice, N.
         token_slices: lengths of the run; the first ones give the proportions here.
+        ranks: those that share the token slice, all of which call this together.
 
     Returns:
         Whether there were enough tokens.
@@ -120,6 +125,7 @@ def check_layers(
                     shaken_whole, shaken_parts = (_run(layer, hidden, entries, cut) for cut in cuts)
                     of_outputs = map_tensors(_random_like, shaken_whole[0])
                     gradients = [_gradients(layer, hidden, entries, cut, of_outputs) for cut in cuts]
+                    of_ranks = _difference_of_ranks(layer, hidden, entries, ranks) if ranks.size > 1 else None
             except UserError:
                 raise
             except Exception as error:
@@ -143,8 +149,32 @@ def check_layers(
                         "give it an argument `past`, and call past.attend(query, key, value), past.positions(N), or "
                         "past.carried and past.carry for a state"
                     )
+            if of_ranks is not None:
+                raise UserError(
+                    f"{layer.name} gives other results on {ranks.size} sequence-parallel ranks than on one (a relative "
+                    f"difference of {of_ranks:.1g}): compute what mixes tokens of past.all_tokens(x), with "
+                    "past.own_heads(weight), and return past.own_tokens(output)"
+                )
             hidden = whole[0]
     return True
+
+
+def _difference_of_ranks(
+    layer: StageLayer, hidden: Any, entries: Mapping[str, Any], ranks: SequenceParallelRanks
+) -> float | None:
+    """Relative difference of a layer's outputs on these ranks and on one, as `_difference`; the same on each rank."""
+    length = next(tensors_in(hidden)).shape[1]
+    sequence = TokenSlices((length * ranks.size,))
+
+    def of_all(leaf: Any) -> Any:
+        is_part = torch.is_tensor(leaf) and leaf.shape[1:2] == (length,)
+        return torch.cat(ranks.gather(leaf), dim=1) if is_part else leaf
+
+    whole = _run(layer, map_tensors(of_all, hidden), map_tensors(of_all, entries), sequence)
+    state = SequenceState(sequence, ranks=ranks, sequences=range(len(next(tensors_in(hidden)))))
+    own = layer.run(map_tensors(torch.clone, hidden), state, 0, entries)
+    parts = [*zip(*map(ranks.gather, tensors_in(own)), strict=True)]
+    return _difference(whole, parts, TokenSlices((length,) * ranks.size))
 
 
 def _in_proportion(token_slices: TokenSlices, num_tokens: int) -> TokenSlices:

@@ -17,6 +17,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime import first_batch_checks
 from deepspeed_ext.runtime.first_batch_checks import StageLayer, check_layers
 from deepspeed_ext.runtime.state.sequence_state import Past
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, build, losses
@@ -88,7 +89,8 @@ def check(
     layer = layer.to(dtype)
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
-    return check_layers([_of(layer)], inputs, {}, modules=layer, seq_length=inputs.shape[1], token_slices=OF_RUN)
+    sizes = {"seq_length": inputs.shape[1], "token_slices": OF_RUN, "ranks": SequenceParallelRanks()}
+    return check_layers([_of(layer)], inputs, {}, modules=layer, **sizes)
 
 
 HIDDEN, TOKENS = torch.randn(2, 24, models.HIDDEN), torch.randint(models.VOCAB, (2, 24))
@@ -351,10 +353,32 @@ def _losses(checks: bool) -> list[float]:
     return found
 
 
-def _first_batch(setup: Setup) -> str:
+class CarriesItsPart(models.Block):
+    """Reads all tokens for its norm, and carries the last token of its part."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        past.all_tokens(hidden.unflatten(2, (models.HEADS, -1)))
+        last = past.carried("last", torch.zeros_like(hidden[:, :1]))
+        past.carry("last", hidden[:, -1:])
+        return super().forward(hidden + torch.cat((last, hidden[:, :-1]), dim=1), past)
+
+
+class WeightOfAnother(nn.Module):
+    """Multiplies the heads of this rank by those of the first rank's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(models.HEADS, 1))
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        (heads,) = past.all_tokens(hidden.unflatten(2, (models.HEADS, -1)))
+        return past.own_tokens(heads * self.weight[: heads.shape[2]]).flatten(2)
+
+
+def _first_batch(setup: Setup, kind: type[nn.Module] = OwnAttention) -> str:
     """The error of this rank; a fixed text if only its neighbour has ended."""
     layers = models.layers(tied=False)
-    layers[4] = LayerSpec(OwnAttention)
+    layers[4] = LayerSpec(kind)
     engine = build(setup, layers=layers)
     try:
         losses(engine, setup, 1)
@@ -366,15 +390,25 @@ def _first_batch(setup: Setup) -> str:
 
 
 def _on_two() -> tuple[Any, ...]:
-    setups = Setup(dp=2, tied=False), Setup(sp=2, tied=False), Setup(pp=2, cut=CUT, tied=False)
-    return _losses(True) == _losses(False), [_first_batch(setup) for setup in setups]
+    shared, stages = Setup(sp=2, tied=False), Setup(pp=2, cut=CUT, tied=False)
+    kinds = OwnAttention, CarriesItsPart, WeightOfAnother, models.StatefulBlock
+    same = _losses(True) == _losses(False)
+    return (
+        same,
+        _first_batch(Setup(dp=2, tied=False)),
+        [_first_batch(shared, kind) for kind in kinds],
+        _first_batch(stages),
+    )
 
 
 def test_the_stage_with_such_a_layer_names_it_in_the_first_batch_and_other_runs_do_not_change() -> None:
-    (same, first), (same_too, last) = run_distributed(_on_two, 2)
+    (same, alone, first, neighbour), (same_too, alone_too, last, named) = run_distributed(_on_two, 2)
     assert same and same_too
     # Without token slices a layer may attend by itself. Ranks that share a token slice have parts of it.
-    assert (first[0], last[0]) == ("", "")
-    assert first[2] == "its neighbour has ended"
-    for line in (first[1], last[1], last[2]):
+    assert alone == alone_too == ""
+    assert neighbour == "its neighbour has ended"
+    for line in (first[0], last[0], named):
         assert line.startswith("layer 4 (OwnAttention) gives other results in token slices")
+    for kind, *lines in zip(("CarriesItsPart", "WeightOfAnother"), first[1:3], last[1:3], strict=True):
+        assert all(line.startswith(f"layer 4 ({kind}) gives other results on 2 sequence-parallel") for line in lines)
+    assert first[3] == last[3] == ""
