@@ -18,6 +18,7 @@ from deepspeed_ext.plan.terminal import (
     command_main,
     write_json,
 )
+from deepspeed_ext.runtime.cuda_environment import expect_cpu
 from megatron_terapipe.errors import ConfigError
 
 DESCRIPTION = """\
@@ -49,6 +50,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     output = Path(options.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is not an empty directory: name another")
+    expect_cpu()
     with _removed_on_failure(output), ProgressLine() as line:
         written, sentence = options.convert(options, output, line)
     if options.json is not None:

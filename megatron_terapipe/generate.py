@@ -20,6 +20,7 @@ from deepspeed_ext.plan.terminal import (
     write_json,
 )
 from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.runtime.cuda_environment import expect_cpu
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.rotation import for_length
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings, add_tokenizer_flags
@@ -54,6 +55,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         raise ConfigError(f"--temperature {options.temperature}, --top-k {options.top_k}: give 0 or more for both")
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
+    expect_cpu()
     said = []
     for text in _continuation(options):
         said.append(text)

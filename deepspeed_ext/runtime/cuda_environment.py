@@ -4,6 +4,7 @@ Each process sets them for itself before it imports torch, so that they are the 
 passes on only a few families of variables. A value that is set already stays. Torch is not imported here.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -108,6 +109,12 @@ def prepare_cuda_environment(
         if values
     ]
     return [f"CUDA environment: {'; '.join(parts)}", *(f"warning: {line}" for line in warnings)]
+
+
+def expect_cpu() -> None:
+    """Leave out the warning of DeepSpeed, in each process, that it found no device, where no driver of CUDA is."""
+    if not will_use_cuda(os.environ):
+        logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 def will_use_cuda(environment: Mapping[str, str], *, has_device: bool | None = None) -> bool:

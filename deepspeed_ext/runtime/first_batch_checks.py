@@ -81,7 +81,7 @@ def check_layers(
     """Run layers on some tokens, whole and in a few token slices, without an effect on later batches.
 
     Where ranks share the token slice, each of them does so with its part. Then they run the layers together, and each
-    runs them alone on the tokens of all.
+    runs them by itself on the tokens of all.
 
     Args:
         layers: layers of a stage, first to last.
@@ -152,7 +152,7 @@ def check_layers(
             if of_ranks is not None:
                 raise UserError(
                     f"{layer.name} gives other results on {ranks.size} sequence-parallel ranks than on one (a relative "
-                    f"difference of {of_ranks:.1g}): compute what mixes tokens of past.all_tokens(x), with "
+                    f"difference of {of_ranks:.1g}): give sums and states over tokens past.all_tokens(x) and "
                     "past.own_heads(weight), and return past.own_tokens(output)"
                 )
             hidden = whole[0]

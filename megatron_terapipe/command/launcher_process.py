@@ -7,7 +7,6 @@ this process waits. Slurm, Kubernetes and `kill` may signal this process only: i
 ranks of this host. DeepSpeed's launchers would kill ranks that are still saving after 30 s.
 """
 
-import logging
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from deepspeed_ext.plan.terminal import BAD_INPUT, INTERRUPTED
+from deepspeed_ext.runtime.cuda_environment import expect_cpu
 
 ENDS_IN_S = 60.0
 """Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""
@@ -97,8 +97,7 @@ def _children_end(seconds: float) -> bool:
 
 
 def _launch() -> None:
-    # Every process of a run on CPUs would print that it found no other device.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    expect_cpu()
     try:
         # Imported here: it takes seconds, in which Ctrl-C must not print a traceback either.
         from deepspeed.launcher import runner

@@ -200,7 +200,7 @@ def listed(found: Sequence[Incident], most_of_kind: int) -> list[tuple[str, str]
         of_kind = [each for each in found if each.kind == kind]
         gravest += sorted(of_kind, key=lambda each: -each.gravity)[:most_of_kind]
         if (more := len(of_kind) - most_of_kind) > 0:
-            rest.append((kind, f"{more} more, the last of all at {of_kind[-1].where}"))
+            rest.append((kind, f"{more} more, the last at {of_kind[-1].where}"))
     return [(each.kind, f"{each.where}: {each.text}") for each in found if each in gravest] + rest
 
 

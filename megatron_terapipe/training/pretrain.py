@@ -3,7 +3,6 @@
 torch and DeepSpeed take seconds to import, so they are imported once the flags are known to be good.
 """
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.terminal import printable_output
-from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
+from deepspeed_ext.runtime.cuda_environment import expect_cpu, prepare_cuda_environment
 from deepspeed_ext.runtime.health.processes import ProcessEnd, start_of
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import Arguments, read_arguments
@@ -56,6 +55,7 @@ def pretrain(
     program = PROGRAM if is_plain else Path(sys.argv[0]).name
     trained = TrainedModel(layers, loss, datasets, program)
     process_end = ProcessEnd() if argv is None else None
+    expect_cpu()
     with printable_output(), EndOfRun() as end:
         first_rank = FirstRank()
         arguments = read_arguments(
@@ -124,7 +124,6 @@ def _launch(config: Config) -> LaunchEnvironment:
     """Return the place of this rank among all of the run; in a dry run, among those that were not launched."""
     if not config.training.dry_run:
         return LaunchEnvironment.read(local_rank=config.parallel.local_rank)
-    _choose_cpu_without_cuda()
     return LaunchEnvironment.of_dry_run(stated=stated_ranks(config), least=config.parallel.least_world_size)
 
 
@@ -160,16 +159,8 @@ def _find_strategy(
     # Imported where a search is needed: it loads torch.
     from megatron_terapipe.training.auto_plan import find_strategy
 
-    if config.training.dry_run:
-        _choose_cpu_without_cuda()
     ask, measure = first_rank.ask(config), None if config.training.dry_run else partial(_measure, trained)
     find = partial(find_strategy, config, constraints, trained.own_program, measure)
     if ask is None:
         return find()
     return FoundStrategy.from_json(ask("strategy", lambda: find().to_json()))
-
-
-def _choose_cpu_without_cuda() -> None:
-    """Choose the CPU without CUDA: DeepSpeed would search for another device, and warn that it found none."""
-    if not will_use_cuda(os.environ):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")

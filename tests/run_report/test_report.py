@@ -109,7 +109,7 @@ def test_the_gravest_incidents_of_a_kind_are_listed(tmp_path: Path) -> None:
     assert [text for kind, text in lines if kind == "slow iteration"] == [
         "iteration 25: 25 s, 50.0 times the median",
         "iteration 30: 30 s, 60.0 times the median",
-        "4 more, the last of all at iteration 30",
+        "4 more, the last at iteration 30",
     ]
 
 

@@ -250,10 +250,10 @@ _OF_ALL: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 
 def check_expressible(family: Family, model: ModelConfig) -> None:
     """Refuse a model that a family cannot express."""
-    for difference in family.differences(model):
+    if differences := family.differences(model):
         raise ConfigError(
-            f"the model has {difference}: it cannot be written in their files without becoming another model, so keep "
-            "it in ours"
+            f"the model has {'; '.join(differences)}: it cannot be written in their files without becoming another "
+            "model, so keep it in ours"
         )
 
 

@@ -163,12 +163,8 @@ def _measured_model(options: argparse.Namespace) -> tuple[ModelConfig, str | Non
     workload = model_of(options)
     if workload.config is None:
         raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
-    if workload.experts is not None:
-        raise ConfigError(f"{options.model} has experts, whose layers are not measured: rank it without --profile")
-    if workload.config is not None and workload.config.mtp_num_layers:
-        raise ConfigError(
-            f"{options.model} has layers that predict further tokens, which are not measured: rank it without --profile"
-        )
+    for kind in filter(None, (layer.never_measured for layer in workload.layers)):
+        raise ConfigError(f"{options.model} has {kind}, which are not measured: rank it without --profile")
     return workload.config, None
 
 

@@ -243,7 +243,7 @@ def show_answer(options: argparse.Namespace, document: RankDocument, costs: list
     if proposed:
         print(f"\n{proposed}")
     if launch.files:
-        print(f"\nwritten: {', '.join(launch.files)}")
+        print("\nwritten:", *launch.files, sep="\n  ")
     if launch.command is None and document.entries:
         print(f"\nno command to launch it: {launch.why_not}")
     elif launch.command is not None and launch.files:

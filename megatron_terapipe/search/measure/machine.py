@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.cuda_environment import expect_cpu
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.launcher import free_ports
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes
@@ -118,6 +119,7 @@ def engine_here(sizes: MeasuredSizes, num_processes: int) -> ProfiledEngine:
 
 def on_cpu() -> bool:
     """Whether DeepSpeed trains on CPUs here."""
+    expect_cpu()
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().device_name() == "cpu")

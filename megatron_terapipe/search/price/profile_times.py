@@ -34,7 +34,7 @@ from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, carried_by_network, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.price.profile import LayerShape, Profile, ProfiledLayer, ProfiledLink, sizes_measured_once
-from megatron_terapipe.search.price.workload import PREDICTION, Layer, Workload
+from megatron_terapipe.search.price.workload import Layer, Workload
 
 Whole = NDArray[np.int64]
 
@@ -263,12 +263,8 @@ class MeasuredProfile:
 
     def _measured_sizes(self, layer: Layer) -> list[int]:
         """Tensor-parallel sizes at which layers of this shape were measured."""
-        if layer.experts is not None and self.profile.own_model is None:
-            raise ConfigError("layers of experts are not measured, and the model has some: drop --profile")
-        if layer.name == PREDICTION:
-            raise ConfigError(
-                "layers that predict further tokens are not measured, and the model has some: drop --profile"
-            )
+        if layer.never_measured is not None and self.profile.own_model is None:
+            raise ConfigError(f"{layer.never_measured} are not measured, and the model has some: drop --profile")
         shape = LayerShape.of(layer)
         found = sorted(ranks for each, ranks in self._surfaces if each == shape)
         if not found:

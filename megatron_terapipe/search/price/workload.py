@@ -212,6 +212,13 @@ class Layer:
         return replace(self, experts=replace(self.experts, dispatcher=dispatcher))
 
     @property
+    def never_measured(self) -> str | None:
+        """Kind of layers in words, if no profile of a GPT has them; None for others."""
+        if self.experts is not None:
+            return "layers of experts"
+        return "layers that predict further tokens" if self.name == PREDICTION else None
+
+    @property
     def is_block(self) -> bool:
         """Whether it is one of the layers that are recomputed: not the embedding, the last norm or the head."""
         return self.kind in ("block", "other")
