@@ -116,6 +116,11 @@ def check_layers(
                 # A layer that draws random numbers is compared without them.
                 whole, again = (_run(layer, hidden, entries, cuts[0]) for _ in range(2))
                 if _difference(whole, again, cuts[0]) is not None:
+                    logger.log(
+                        logging.WARNING,
+                        f"{layer.name} draws random numbers that depend on ranks and token slices, as nn.Dropout and "
+                        "F.dropout do: for the same ones in any layout call past.dropout",
+                    )
                     for module in layer.modules:
                         module.training = False
                     whole = _run(layer, hidden, entries, cuts[0])

@@ -97,7 +97,7 @@ def _missing(
     if prediction is None:
         yield "no prediction: train with launch.sh of `search rank --output DIR`, or give its answer with --search DIR"
     if steps is None:
-        yield "no parts of an iteration: train with --timeline DIR"
+        yield "no parts of an iteration since the last start: train with --timeline DIR"
     if not run.evaluations():
         yield "no validation loss: train with --eval-interval and data for validation (--split)"
     if figures.tflops_per_device is None:

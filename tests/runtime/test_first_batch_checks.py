@@ -113,11 +113,15 @@ class Wrapping(nn.Linear):
         return SimpleNamespace(logits=super().forward(hidden))
 
 
-def test_a_layer_whose_output_is_no_tensor_passes_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_whose_output_is_no_tensor_passes_without_a_warning_and_own_dropout_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines: list[Any] = []
     monkeypatch.setattr(first_batch_checks.logger, "log", lambda *line: lines.append(line))
     assert check(Wrapping(models.HIDDEN, 5), HIDDEN)
     assert not lines
+    assert check(Dropping(), HIDDEN)
+    assert lines[0][1].startswith("layer 0 (Dropping) draws random numbers that depend on ranks and token slices")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
