@@ -63,6 +63,7 @@ SETUPS = [
     Setup(2, f"{PP2} {UNEVEN} {balanced('document_aux_loss')} {PACKED} {STAGE} {LIMITED_CHUNKS}", 3, fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {balanced('global_aux_loss')} {FULL} {GPIPE}", 3, fp64=True),
     Setup(2, f"{PP2} {THERE_AND_BACK} {balanced('seq_aux_loss')} {JITTER}", fp64=True),
+    Setup(2, f"{PP2} {UNEVEN} {EXPERTS} {Z} --moe-router-load-balancing-type none {SELECTIVE}", fp64=True),
     Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {balanced('aux_loss')} {Z} {CAPACITY}", fp64=True),
 ]
 
@@ -118,15 +119,16 @@ def expected(setup: Setup) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarra
     for layer in range(len(routed[0][0])):
         of_layer = [[of_rank[layer] for of_rank in of_ranks] for of_ranks in routed]
         losses.append(losses_of(config.model, of_layer, starts, whole="gpipe" in setup.flags))
-    coefficients = torch.tensor([3.0, config.model.moe_z_loss_coeff or 0.0], dtype=torch.float64)
+    given = [config.model.moe_aux_loss_coeff, config.model.moe_z_loss_coeff or 0.0]
+    coefficients = torch.tensor(given, dtype=torch.float64)
     table = torch.stack(losses)
     (loss + (table * coefficients).sum()).backward()
     numbers = [index + LAYERS_BEFORE_BLOCKS for index, each in enumerate(config.model.blocks) if each.num_experts]
     found = np.zeros((len(model._functions), 4), np.int64)
-    values = np.zeros((len(model._functions), 2 if config.model.moe_z_loss_coeff else 1))
+    values = np.zeros((len(model._functions), sum(map(bool, given))))
     for layer, number in enumerate(numbers):
         found[number] = sum(of_rank[layer][1] for of_ranks in routed for of_rank in of_ranks).sum(0)
-        values[number] = table[layer, : values.shape[1]].detach()
+        values[number] = table[layer, coefficients != 0].detach()
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}, found, values
 
 
