@@ -34,7 +34,7 @@ def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float
     )
     used = nodes_in_use(strategy, problem.cluster).items()
     peak = sum(count * nodes[index].device.peak_flops(problem.precision) for index, count in used)
-    peak_is_known = not any(is_guess(node.device.name) for node in nodes)
+    peak_is_known = not any(map(is_guess, {node.device.name for node in nodes}))
     mfu, mfu_causal = (each / peak if peak else 0.0 for each in (flops, causal_flops))
     return Speed(
         iteration_time_s=iteration_time_s,
@@ -49,8 +49,10 @@ def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float
 
 def nodes_in_use(strategy: Strategy, cluster: Cluster) -> Counter[int]:
     """Return the number of devices with a rank of each node, by its index."""
-    places = strategy.placement or range(strategy.world_size)
-    return Counter(cluster.node_of_device[place] for place in places if place < cluster.num_devices)
+    of_device = cluster.node_of_device
+    if strategy.placement is None:
+        return Counter(of_device[: strategy.world_size])
+    return Counter(of_device[place] for place in strategy.placement if place < len(of_device))
 
 
 def devices_of(cluster: Cluster, strategy: Strategy | None = None) -> dict[str, int]:
