@@ -20,6 +20,7 @@ synchronisation after every layer (its `deepspeed/runtime/pipe/module.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -156,7 +157,9 @@ class DeepSpeedCosts(CostModel):
         self._layers: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         self._messages_of: dict[tuple[object, ...], Messages] = {}
 
-    def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> Prediction:
+    def predict_time(
+        self, strategy: Strategy, *, activation_limit: float | None = None, of_interest_s: float = inf
+    ) -> Prediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
         step = self.end_of_iteration(strategy)
         each = (self._with_replicas(strategy, groups, step) for groups in self.groups(strategy).by_replica)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,7 @@ class CostModel:
         activation_limit: float | None = None,
         memory_limit: float | None = None,
         model_chunk_placement: Placement = Placement.LOOPED,
+        of_interest_s: float = inf,
     ) -> Prediction:
         """Price one strategy on its real schedule.
 
@@ -233,6 +235,7 @@ class CostModel:
                 many as 1f1b.
             model_chunk_placement: which stages a rank owns. Ops and messages are priced as with `looped` stages;
                 a V differs only where ranks do.
+            of_interest_s: seconds beyond which host copies are not planned: the prediction is then a lower bound.
         """
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
@@ -248,9 +251,14 @@ class CostModel:
                     self._costs(replicas, ops),
                     token_slices=strategy.cut(self.workload.seq_length),
                     memory_limit=memory_limit,
-                    host_copies=self.host_copy_settings(placed) if strategy.offload else None,
                 )
-            found.append(self._prediction(placed, shape, stages, ops, simulated))
+            priced = self._prediction(placed, shape, stages, ops, simulated)
+            if strategy.offload and strategy.schedule != OPTIMISED and priced.iteration_time_s <= of_interest_s:
+                settings, costs = self.host_copy_settings(placed), self._costs(replicas, ops)
+                late_s = self.simulator.copying_s(strategy.schedule, shape, costs, settings)
+                simulated = replace(simulated, makespan=simulated.makespan + late_s, host_copy_s=late_s)
+                priced = self._prediction(placed, shape, stages, ops, simulated)
+            found.append(priced)
         return max(found, key=lambda time: time.iteration_time_s)
 
     def _by_replica(self, placed: PlacedStrategy) -> Iterator[tuple[PlacedStrategy, Floats, Floats]]:
@@ -596,9 +604,11 @@ class Pricing:
             orders=self.cost_model.simulator.columns,
         )
 
-    def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:
-        """Price one strategy."""
-        time = self.cost_model.predict_time(strategy)
+    def predict(
+        self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None, of_interest_s: float = inf
+    ) -> Prediction:
+        """Price one strategy; see `CostModel.predict_time`."""
+        time = self.cost_model.predict_time(strategy, of_interest_s=of_interest_s)
         return replace(time, memory=memory or self.memory(strategy))
 
     def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:

@@ -216,9 +216,8 @@ class ScheduleSimulator:
         *,
         token_slices: TokenSlices | None = None,
         memory_limit: float | None = None,
-        host_copies: HostCopySettings | None = None,
     ) -> SimulatedTime:
-        """Return the makespan of a schedule, in the seconds of its costs.
+        """Return the makespan of a schedule without host copies, in the seconds of its costs.
 
         Beyond `MOST_OPS` it is extrapolated.
 
@@ -226,7 +225,6 @@ class ScheduleSimulator:
             token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
             memory_limit: activations of one micro-batch that a rank may keep under an optimised order; None for those
                 that 1f1b keeps, as the trainer does.
-            host_copies: bytes that may wait on hosts; None = none.
         """
         if schedule == OPTIMISED:
             cut = token_slices or TokenSlices((1,) * shape.num_token_slices)
@@ -239,18 +237,18 @@ class ScheduleSimulator:
             return fewer.makespan(lambda number: of(replace(shape, num_micro_batches=number)))
 
         makespan = line(lambda each: self._makespan(schedule, each, costs))
-        copying = max(line(lambda each: self._copying_s(schedule, each, costs, host_copies)), 0.0)
         within = makespan if free else line(lambda each: self._makespan(schedule, each, without))
-        return SimulatedTime(makespan + copying, within, copying, fewer.notes)
+        return SimulatedTime(makespan, within, notes=fewer.notes)
 
-    def _copying_s(
-        self, schedule: str, shape: PipelineShape, costs: OpCosts, host_copies: HostCopySettings | None
-    ) -> float:
-        """Seconds by which copies from hosts that come late make the makespan longer."""
-        if host_copies is None:
-            return 0.0
-        simulated, plan = self.with_host_copies(schedule, shape, costs, host_copies)
-        return max(self.orders(schedule, shape).simulate(costs, plan).makespan - simulated.makespan, 0.0)
+    def copying_s(self, schedule: str, shape: PipelineShape, costs: OpCosts, settings: HostCopySettings) -> float:
+        """Return the seconds by which copies from hosts that come late make the makespan longer."""
+
+        def late_s(number: int) -> float:
+            fewer = replace(shape, num_micro_batches=number)
+            simulated, plan = self.with_host_copies(schedule, fewer, costs, settings)
+            return max(self.orders(schedule, fewer).simulate(costs, plan).makespan - simulated.makespan, 0.0)
+
+        return max(FewerMicroBatches.of(shape, MOST_OPS).makespan(late_s), 0.0)
 
     def with_host_copies(
         self, schedule: str, shape: PipelineShape, costs: OpCosts, settings: HostCopySettings

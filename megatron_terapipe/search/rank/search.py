@@ -14,7 +14,8 @@ that may win, the result has the share of time that the best of those could save
 stages and the order of nodes are then solved for the best (`refined`). The same question always has the same answer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, log1p
@@ -403,6 +404,8 @@ class _Contest:
         """[rows] seconds of the fastest strategy of each, and its place; infinite where none was simulated."""
         self._fastest = np.zeros(len(self._best_s), dtype=np.int64)
         self._tries = np.zeros(len(self._best_s), dtype=np.int64)
+        self._best_of_kind_s: defaultdict[Hashable, float] = defaultdict(lambda: inf)
+        """Seconds of the fastest of each row, schedule and recomputation: much slower ones are never shown."""
         self._fastest_s = self._to_beat_s = np.inf
         """Seconds of the first and of the last row of the ranking."""
         self.lowest_bound_left = np.inf
@@ -506,7 +509,9 @@ class _Contest:
             self._ops += min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
         self._counts.simulated += 1
         self._simulated.add(index)
-        prediction = pricing.predict(strategy, memory)
+        kind = int(self._row[index]), strategy.schedule, strategy.recompute
+        prediction = pricing.predict(strategy, memory, self._best_of_kind_s[kind] * (1 + 1.1 * NEARLY_AS_FAST))
+        self._best_of_kind_s[kind] = min(self._best_of_kind_s[kind], prediction.iteration_time_s)
         self.ranked.append(Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster))
         row = self._row[index]
         self._tries[row] += 1
