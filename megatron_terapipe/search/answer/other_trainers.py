@@ -360,7 +360,7 @@ def _answer(
     kind = "with experts" if problem.workload.experts else "with a dense model"
     known = f"Measured: {run}." if run else f"It was never measured {kind} on such devices."
     if run and not ours:
-        known += f" Rank 1 is of {problem.software.title}, which never was: run a trial of it first."
+        known += f" {problem.software.title}, of rank 1, was never measured so: run a trial first."
     advised = "; see --software" if ratio <= FASTER and software is not ALST else ""
     time, measured = time_text(price.iteration_time_s), "measured" if run else "never measured"
     return WhatIfPart(
