@@ -292,7 +292,7 @@ def _split_layers(
 def _remarks(model: ModelConfig, family: Family) -> Iterator[str]:
     """Yield the differences of an export, and the versions of transformers that read it."""
     if model != family.written(model):
-        yield f"{family.name} ties no weights: the output layer is a copy of the embedding, and further training changes each"
+        yield f"{family.name} ties no weights: the output layer is a copy of the embedding, and each is trained further"
     if model.moe_expert_capacity_factor is not None:
         yield (
             f"--moe-expert-capacity-factor {model.moe_expert_capacity_factor:g} is not in the export: it drops no "
