@@ -150,9 +150,6 @@ def normalize_flags(typed: Mapping[str, Any]) -> dict[str, Any]:
         given.pop("moe_router_pre_softmax", None)  # Megatron reads it for softmax only.
     if given.get("legacy_tokenizer") and given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in given:
         given["vocab_size"] += 1
-    if given.get("multi_latent_attention"):
-        # Megatron has no other latent attention, and this default of YaRN.
-        given = {"rotary_interleaved": True, "rotary_original_length": 4096} | given
     if given.get("position_embedding_type") == "yarn":
         for name, needed in (("rotary_scaling", "yarn"), ("rotary_percent", 1.0), ("rotary_interleaved", False)):
             if given.setdefault(name, needed) != needed:

@@ -21,8 +21,7 @@ class LatentSettings(RecurrenceSettings):
 
     multi_latent_attention: bool = False
     """Compute keys and values, and with --q-lora-rank queries, from a latent vector of each token, as DeepSeek-V2 and
-    V3 do. Norms on the latents: --qk-layernorm. Every head has a key of its own and one rotated key of the token. The
-    flag sets --rotary-interleaved, and without another --rotary-original-length 4096."""
+    V3 do. Norms on the latents: --qk-layernorm. Every head has a key of its own and one rotated key of the token."""
 
     q_lora_rank: int | None = option(None, least=1, most=MOST_WIDTH, needs=_NEEDS)
     """Width of the latent of the queries. Default: queries are projected from the hidden state."""

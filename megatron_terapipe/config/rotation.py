@@ -35,8 +35,11 @@ class RotationSettings(LatentSettings):
     rotary_percent: float = option(1.0, above=0, most=1)
     """Fraction of each head that is rotated, its first channels."""
 
-    rotary_interleaved: bool = False
-    """Rotate channel 2i with channel 2i + 1. By default channel i turns with channel i + half of the rotated ones."""
+    rotary_interleaved: bool = option(
+        derived="on with --multi-latent-attention, otherwise off", also={"--no-rotary-interleaved": False}
+    )
+    """Rotate channel 2i with channel 2i + 1. Where it is off, channel i turns with channel i + half of the rotated
+    ones."""
 
     rotary_scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = option(
         derived="linear with --rotary-scaling-factor above 1, yarn with --multi-latent-attention too, otherwise none",
@@ -56,7 +59,8 @@ class RotationSettings(LatentSettings):
     """How many times longer the sequences are that the rotations are scaled for."""
 
     rotary_original_length: int = option(
-        derived="8192 with llama3, otherwise --max-position-embeddings / --rotary-scaling-factor",
+        derived="8192 with llama3, 4096 with --multi-latent-attention, otherwise --max-position-embeddings / "
+        "--rotary-scaling-factor",
         aliases=("--original-max-position-embeddings", "--yarn-original-max-position-embeddings"),
         least=1,
         most=10**9,
@@ -257,9 +261,12 @@ def resolve_rotation(model: RotationSettings) -> None:
     if model.rotary_scaling == "longrope" and model.rotary_original_length:
         usual = model.max_position_embeddings / model.rotary_original_length
     resolve(model, "rotary_scaling_factor", usual)
+    resolve(model, "rotary_interleaved", model.multi_latent_attention)
     check_bounds(model)
     factor = model.rotary_scaling_factor
-    before = 8192 if model.rotary_scaling == "llama3" else max(1, int(model.max_position_embeddings / factor))
+    before = max(1, int(model.max_position_embeddings / factor))
+    if model.rotary_scaling == "llama3" or model.multi_latent_attention:
+        before = 8192 if model.rotary_scaling == "llama3" else 4096
     resolve(model, "rotary_original_length", before)
     # Queries and keys take it each, so scores take its square.
     attention = 1.0

@@ -220,6 +220,7 @@ MINICPM3 = llama_like(
     "MiniCPM3ForCausalLM",
     swish(),
     *_latents(768, 256, (64, 32, 64)),
+    always(rotary_interleaved=False),
     fixed("mlp_bias", False),
     ignored("pretraining_tp"),
     same("scale_emb", "embedding_multiplier", NUMBER, 12.0),

@@ -193,8 +193,8 @@ def model_flags(model: ModelConfig) -> list[str]:
             given = fewer
     words = []
     for name, value in given.items():
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        words.append(f"--{'no-' if value is False else ''}{name.replace('_', '-')}")
+        if not isinstance(value, bool):
             words.append(str(value))
     return words
 
