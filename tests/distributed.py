@@ -128,8 +128,10 @@ def _rank(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    # What the function has imported stays, and DeepSpeed collects garbage several times for each engine.
+    # What the function has imported stays. DeepSpeed collects garbage several times for each engine: elsewhere the
+    # finalizer of an earlier engine could import modules while the import of another one is on its way (gh-106176).
     gc.freeze()
+    gc.disable()
     try:
         import torch
 
