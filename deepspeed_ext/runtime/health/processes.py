@@ -346,6 +346,8 @@ class KillTimer:
 
     def __init__(self) -> None:
         self._process, self._is_last = os.getpid(), False
+        self._changing = threading.Lock()
+        """Held while the timer is set or removed: the kernel would set another timer in place of a removed one."""
         self._timer: ctypes.c_void_p | None = None
         self._library = ctypes.CDLL(None)
         timer = ctypes.c_void_p()
@@ -358,7 +360,11 @@ class KillTimer:
     def set(self, seconds: float, *, last: bool = False) -> None:
         """Kill the process after this time, in place of an earlier setting, unless that was the last one."""
         # A child process that was forked has no timer.
-        if self._timer is not None and not self._is_last and os.getpid() == self._process:
+        if os.getpid() != self._process:
+            return
+        with self._changing:
+            if self._timer is None or self._is_last:
+                return
             self._is_last = last
             whole = int(seconds)
             # The C library's `struct itimerspec`: seconds and nanoseconds of the interval, and of the first time.
@@ -368,7 +374,10 @@ class KillTimer:
 
     def end(self) -> None:
         """Remove the timer."""
-        timer, self._timer = self._timer, None
-        if timer is not None and os.getpid() == self._process:
-            self._library.timer_delete(timer)
-            faulthandler.cancel_dump_traceback_later()
+        if os.getpid() != self._process:
+            return
+        with self._changing:
+            timer, self._timer = self._timer, None
+            if timer is not None:
+                self._library.timer_delete(timer)
+                faulthandler.cancel_dump_traceback_later()
