@@ -76,6 +76,7 @@ def test_a_second_ctrl_c_and_the_launchers_sigterm_are_ignored(
 ) -> None:
     if by_launcher:
         monkeypatch.setenv(LAUNCHER_REPORTS, "save")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in jobs that a shell runs in the background.
     with EndOfRun() as end:
         end.remedy = lambda: "REMEDY"
         try:
