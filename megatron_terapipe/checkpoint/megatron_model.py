@@ -206,7 +206,10 @@ def _write_scaling(model: ModelConfig) -> Mapping[str, Any]:
 
 
 _SWITCHES: Mapping[str, str] = {
-    **{"swiglu": "swiglu", "quick_geglu": "quick-geglu", "squared_relu": "squared-relu", "openai_gelu": "gelu"}
+    "swiglu": "swiglu",
+    "quick_geglu": "quick-geglu",
+    "squared_relu": "squared-relu",
+    "openai_gelu": "gelu",
 }
 """Activation functions by their switches."""
 

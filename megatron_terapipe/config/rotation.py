@@ -265,8 +265,10 @@ def resolve_rotation(model: RotationSettings) -> None:
     check_bounds(model)
     factor = model.rotary_scaling_factor
     before = max(1, int(model.max_position_embeddings / factor))
-    if model.rotary_scaling == "llama3" or model.multi_latent_attention:
-        before = 8192 if model.rotary_scaling == "llama3" else 4096
+    if model.rotary_scaling == "llama3":
+        before = 8192
+    elif model.multi_latent_attention:
+        before = 4096  # As in Megatron.
     resolve(model, "rotary_original_length", before)
     # Queries and keys take it each, so scores take its square.
     attention = 1.0

@@ -53,7 +53,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None,
     options = {each.name: option_of(each) for each in fields(DataConfig)}
     for field in fields(TokenizerSettings):
         name, details = field.name, options.get(field.name, Option())
-        is_type, is_number = name == "tokenizer_type", name in ("vocab_size", "tiktoken_num_special_tokens")
+        is_type, is_number = name == "tokenizer_type", field.type in (int, int | None)
         text = texts[name][0].lower() + texts[name][1:].rstrip(".")
         group.add_argument(
             flag(name),

@@ -390,9 +390,8 @@ class CopyEvents(NamedTuple):
         first = np.repeat(bounds[: len(ranks)], list(map(len, ranks)))
         number = np.arange(len(copies))
         back = np.full(num_ops, NOTHING, np.int32)
-        np.maximum.at(
-            back, first + np.array(reader, np.int64), number
-        )  # the last one, since they are back in this order
+        # Of an op the last one, since they are back in this order.
+        np.maximum.at(back, first + np.array(reader, np.int64), number)
         # By op, then by event, then in the order in which copies are posted.
         op = np.concatenate([first + np.array(each, np.int64) - 1 for each in (offload, fetch, drop)])
         event = np.repeat([OFFLOADED, FETCHED, DROPPED], len(copies))

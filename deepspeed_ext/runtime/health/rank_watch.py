@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from math import inf
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -249,7 +250,7 @@ class RankWatch:
         self.ends_first = False
         """Whether this rank has ended by an error before all others of its host."""
         self.kill_timer = KillTimer()
-        self._killed_after_s = None if timeout is None else timeout.total_seconds() + KILLED_AFTER_S
+        self._killed_after_s = inf if timeout is None else timeout.total_seconds() + KILLED_AFTER_S
         self.lost: Lost | None = None
         """The loss for which this rank ends; None while all processes run."""
         self._concluding, self._lost = threading.Lock(), threading.Event()
@@ -344,8 +345,8 @@ class RankWatch:
                 self._launcher_ended(None)
             while not self._left.is_set():
                 complete = self._host is None or len(self._others) == self.place.local_size - 1
-                often = _LOOK_S if self._killed_after_s is None else min(_LOOK_S, self._killed_after_s / 20)
-                self._look(self._ends.wait(often if complete else min(often, _LOOK_FOR_RANKS_S)))
+                wait_s = min(_LOOK_S if complete else _LOOK_FOR_RANKS_S, self._killed_after_s / 20)
+                self._look(self._ends.wait(wait_s))
                 self._prove_life()
         finally:
             self._ends.close()
@@ -353,7 +354,7 @@ class RankWatch:
                 self._host.remove_file()
 
     def _prove_life(self) -> None:
-        if self._killed_after_s is not None:
+        if self._killed_after_s < inf:
             self.kill_timer.set(self._killed_after_s)
 
     def _look(self, ended: set[Ancestor | int]) -> None:

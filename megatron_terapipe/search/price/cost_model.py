@@ -182,6 +182,8 @@ class CostModel:
         self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._table = ClusterTable.of(self.cluster)
         self._known_groups: dict[ParallelLayout, RankGroups] = {}
+        self._dispatched: dict[Dispatcher, CostModel] = {}
+        """The same with a dispatcher in place of `auto`."""
 
     @property
     def constants(self) -> HardwareEfficiency | ProfileFactors:
@@ -199,7 +201,8 @@ class CostModel:
         elif isinstance(op_times, Roofline):
             op_times = replace(op_times, efficiency=constants)
         model = copy(self)
-        model.efficiency, model.op_times, model._known_ops = constants, op_times, {}
+        model.efficiency, model.op_times = constants, op_times
+        model._known_ops, model._dispatched = {}, {}
         model.prices = replace(self.prices, op_times=op_times, efficiency=constants)
         return model
 
@@ -207,14 +210,16 @@ class CostModel:
         """Return the dispatcher that the trainer takes for `auto`: the one with the shorter ops, on all stages."""
         if strategy.expert_parallel_size == 1 or not self.software.communication.chooses_dispatcher:
             return "alltoall"
-        seconds = {}
-        for dispatcher in DISPATCHERS:
-            model = copy(self)
-            model._known_ops = {}
-            model.prices = replace(self.prices, kinds=[each.dispatched_by(dispatcher) for each in self.counter.kinds])
-            # Forwards and backwards.
-            seconds[dispatcher] = float(model.stage_ops(model.placed(strategy))[:2].sum())
-        return min(DISPATCHERS, key=seconds.__getitem__)
+        placed = self.placed(strategy)
+
+        def seconds(dispatcher: Dispatcher) -> float:
+            if dispatcher not in self._dispatched:
+                self._dispatched[dispatcher] = model = copy(self)
+                kinds = [each.dispatched_by(dispatcher) for each in self.counter.kinds]
+                model.prices, model._known_ops = replace(self.prices, kinds=kinds), {}
+            return float(self._dispatched[dispatcher].stage_ops(placed)[[FORWARD, BACKWARD]].sum())
+
+        return min(DISPATCHERS, key=seconds)
 
     def predict_time(
         self,
@@ -239,23 +244,23 @@ class CostModel:
         """
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
-        found = []
+        found, closed_limit = [], activation_limit if strategy.schedule == "zero-bubble" else None
         for replicas, stages, ops in self._by_replica(placed):
-            if activation_limit is not None and strategy.schedule == "zero-bubble":
-                (makespan,) = self._makespan_s(replicas, ops, activation_limit).tolist()
+            costs = self._costs(replicas, ops)
+            if closed_limit is not None:
+                (makespan,) = self._makespan_s(replicas, ops, closed_limit).tolist()
                 simulated = SimulatedTime(makespan, makespan, notes=("the order of ops is priced in closed form",))
             else:
                 simulated = self.simulator.simulate(
                     strategy.schedule,
                     shape,
-                    self._costs(replicas, ops),
+                    costs,
                     token_slices=strategy.cut(self.workload.seq_length),
                     memory_limit=memory_limit,
                 )
             priced = self._prediction(placed, shape, stages, ops, simulated)
-            if strategy.offload and strategy.schedule != OPTIMISED and priced.iteration_time_s <= of_interest_s:
-                settings, costs = self.host_copy_settings(placed), self._costs(replicas, ops)
-                late_s = self.simulator.copying_s(strategy.schedule, shape, costs, settings)
+            if closed_limit is None and _plans_copies(strategy) and priced.iteration_time_s <= of_interest_s:
+                late_s = self.simulator.copying_s(strategy.schedule, shape, costs, self.host_copy_settings(placed))
                 simulated = replace(simulated, makespan=simulated.makespan + late_s, host_copy_s=late_s)
                 priced = self._prediction(placed, shape, stages, ops, simulated)
             found.append(priced)
@@ -567,6 +572,11 @@ class CostModel:
         )
 
 
+def _plans_copies(strategy: Strategy) -> bool:
+    """Whether token slices wait on hosts in an order that is known before a search."""
+    return strategy.offload and strategy.schedule != OPTIMISED
+
+
 def _by_rank(ops: Floats, ranks: int) -> Floats:
     """[parts, stages, S, m] seconds, summed over the stages of each rank and over token slices: [parts, P, m]."""
     whole = ops.sum(axis=2)
@@ -626,7 +636,7 @@ class Pricing:
         Copies of an `optimised` order depend on the order, which is not known yet: without copies, its memory is an
         upper limit.
         """
-        if not strategy.offload or strategy.schedule == OPTIMISED:
+        if not _plans_copies(strategy):
             return None
         return self.cost_model.host_copies(strategy, self.memory_model.micro_batches_of_peak(strategy))
 
