@@ -181,8 +181,9 @@ def notes(run: Run) -> list[str]:
         lines.append(f" found token slices {run.config.parallel.token_slices} for {machine}")
         if "stage_partition" in run.found:
             lines.append(f" found stages with the layers {run.config.parallel.stage_partition}")
-    if isinstance(run.schedule, FoundSchedule):
-        found = run.schedule.found(run.pipeline)
+    schedule = run.proven_schedule.schedule
+    if isinstance(schedule, FoundSchedule):
+        found = schedule.found(run.pipeline)
         # A bubble ratio is 1 - work / (ranks x makespan), and no makespan is below the bound.
         least = 1 - (1 - found.bubble_ratio) * found.makespan / found.lower_bound
         lines.append(
@@ -194,6 +195,7 @@ def notes(run: Run) -> list[str]:
 
 def keep_schedule(run: Run) -> None:
     """Write a schedule that was found into the directory of the checkpoints, on the first rank."""
-    if isinstance(run.schedule, FoundSchedule):
-        order = write_schedule(rank_orders(run.schedule, run.pipeline))
+    schedule = run.proven_schedule.schedule
+    if isinstance(schedule, FoundSchedule):
+        order = write_schedule(rank_orders(schedule, run.pipeline))
         _write_to_checkpoints(run, SCHEDULE_FILE, f"# for --token-slices {run.config.token_slices()}\n{order}")

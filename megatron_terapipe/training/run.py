@@ -6,7 +6,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ from torch import cuda
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, slow_planning
 from deepspeed_ext.plan.programs.lowering import ProvenSchedule
-from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from deepspeed_ext.runtime.supported_versions import check_versions
@@ -32,7 +31,6 @@ from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoi
 from megatron_terapipe.config import Config, LoggingConfig
 from megatron_terapipe.config.batch import BatchSizes, EvaluationBatch
 from megatron_terapipe.config.data import DEFAULT_SPLIT, PARTS
-from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets, prepare_samples
 from megatron_terapipe.data.fill_in_the_middle import FillInTheMiddle
 from megatron_terapipe.data.own_dataset import own_datasets
@@ -68,16 +66,14 @@ class Run:
     launch: LaunchEnvironment
     layout: ParallelLayout
     tokenizer: Tokenizer
-    datasets: DatasetSplits
-    deepspeed_settings: dict[str, Any]
+    tokenizer_settings: TokenizerSettings
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and contents of the checkpoint to resume from, if there is one."""
-    found: frozenset[str] = frozenset()
+    found: frozenset[str]
     """Fields of the configuration with values that the search found."""
-    tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
-    ask: Ask | None = None
+    ask: Ask | None
     """Asks the first rank for settings that flags leave open; None = this process searches."""
-    trained: TrainedModel = field(default_factory=TrainedModel)
+    trained: TrainedModel
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:
@@ -95,25 +91,106 @@ class Run:
         return self.config.parallel.pipeline(self.config.num_micro_batches(self.layout.data_parallel_size))
 
     @cached_property
-    def schedule(self) -> Schedule:
-        """Order of the ops."""
-        return pipeline_schedule(self.config, self.layout.data_parallel_size, self.ask)
-
-    @cached_property
     def proven_schedule(self) -> ProvenSchedule:
         """The programs of the run on its devices, as `prepare` proves them."""
+        replicas = self.layout.data_parallel_size
         queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
-        return proven_schedule(self.schedule, self.config, self.layout.data_parallel_size, queues)
+        return proven_schedule(pipeline_schedule(self.config, replicas, self.ask), self.config, replicas, queues)
 
-    @property
-    def train_iters(self) -> int:
-        """The last iteration."""
-        return _train_iters(self.config, self.batch_sizes, self.start)
+    @cached_property
+    def deepspeed_settings(self) -> dict[str, Any]:
+        """The configuration of DeepSpeed."""
+        return deepspeed_config(self.config, self.layout)
 
     @property
     def start(self) -> Progress:
         """Progress at the start of this run."""
-        return _start(self.config, self.checkpoint)
+        if self.checkpoint is None or self.config.checkpoint.finetune:
+            return Progress()
+        info = self.checkpoint[1]
+        return Progress(**{each.name: getattr(info, each.name) for each in fields(Progress)})
+
+    @property
+    def _planned_iters(self) -> int:
+        """The last iteration for which data is prepared; the part before the start may have had other batches."""
+        training, (done, consumed) = self.config.training, (self.start.iteration, self.start.consumed_samples)
+        return training.train_iters or done + self.batch_sizes.iterations_within(training.length, consumed)
+
+    @property
+    def train_iters(self) -> int:
+        """The last iteration: the planned one, or the one that reaches the tokens of the run."""
+        planned, training, length = self._planned_iters, self.config.training, self.config.model.seq_length
+        if not planned and not training.skip_train:
+            size = self.batch_sizes.at(0)
+            raise ConfigError(
+                f"--train-samples {training.length} is less than one batch of {size} samples (--train-tokens are "
+                f"divided by --seq-length {length}): give {size} samples or more"
+            )
+        if training.train_tokens is None:
+            return planned
+        samples = -(-training.train_tokens // length)
+        ahead = self.batch_sizes.iterations_until(samples, self.start.consumed_samples)
+        return min(planned, self.start.iteration + ahead)
+
+    @cached_property
+    def datasets(self) -> DatasetSplits:
+        """Samples of training, validation and test: as many as are read, or only their numbers where none are."""
+        if self.trained.makes_data(self.config):
+            return self._own_datasets()
+        config, replicas = self.config, self.layout.data_parallel_size
+        rows, num_micro_batches = self.evaluation_batch
+        ahead = max(0, self._planned_iters - self.start.iteration)
+        train = self.batch_sizes.consumed_after(ahead, self.start.consumed_samples)
+        evaluated = config.logging.eval_iters * num_micro_batches * rows * replicas
+        valid, test = (evaluated * config.data.has(part) for part in ("valid", "test"))
+        num_samples = (0 if config.training.skip_train else train, valid, test)
+        if not config.data.mock_data:
+            return self._datasets_of_files(num_samples)
+        drawn_from = config.model.vocab_size
+        assert drawn_from is not None, "set by vocab_size_of"
+        seq_length, seed = config.model.seq_length, config.training.seed
+        return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=drawn_from, seed=seed)
+
+    def _datasets_of_files(self, num_samples: tuple[int, int, int]) -> DatasetSplits:
+        config, data, seed = self.config, self.config.data, self.config.training.seed
+
+        def build(num_samples: tuple[int, int, int]) -> DatasetSplits:
+            built = build_datasets(
+                data,
+                seq_length=config.model.seq_length,
+                num_samples=num_samples,
+                seed=seed,
+                vocab_size=self.tokenizer.vocab_size,
+                reads=not config.training.dry_run
+                and self.layout.coordinate(self.launch.rank).pipe in reading_ranks(config),
+            )
+            if not data.fim_data:
+                return built
+            filled = partial(FillInTheMiddle, data=data, tokenizer=self.tokenizer, seed=seed)
+            return DatasetSplits(**{part: each and filled(each) for part, each in vars(built).items()})
+
+        try:
+            return build(num_samples)
+        except DataError:
+            # The default split has a thousandth for testing. If that is too little, there is no test.
+            if not num_samples[2] or data.split != DEFAULT_SPLIT:
+                raise
+        return build((*num_samples[:2], 0))
+
+    def _own_datasets(self) -> DatasetSplits:
+        """Return the samples that the program makes; none in a dry run."""
+        config, trained = self.config, self.trained
+        if config.training.dry_run:
+            return DatasetSplits(train=None, valid=None, test=None)
+        assert trained.datasets is not None and config.model.vocab_size is not None, "set by vocab_size_of"
+        made = own_datasets(
+            trained.datasets(config),
+            trained.program,
+            seq_length=config.model.seq_length,
+            vocab_size=config.model.vocab_size,
+            restarts=config.data.reset_position_ids,
+        )
+        return made if config.logging.eval_iters else replace(made, valid=None, test=None)
 
     @property
     def optimizer_schedule(self) -> dict[str, Any]:
@@ -160,10 +237,7 @@ class Run:
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
         """Return the description of this run in a checkpoint."""
         return CheckpointInfo(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            skipped_iterations=progress.skipped_iterations,
-            skipped_samples=progress.skipped_samples,
+            **asdict(progress),
             model=asdict(self.config.model),
             layout=asdict(self.layout),
             optimizer=None if self.config.checkpoint.no_save_optim else self.config.optimizer.optimizer,
@@ -217,29 +291,19 @@ def prepare(
         checks_files=launch.rank == 0 and launch.local_size == launch.world_size,
         program=trained.own_program,
     )
-    # Refuses a run that is shorter than an iteration.
-    _train_iters(config, config.batch_sizes(layout.data_parallel_size), _start(config, checkpoint))
     run = Run(
         config=config,
         launch=launch,
         layout=layout,
         tokenizer=tokenizer,
         tokenizer_settings=tokenizer_settings,
-        datasets=_own_datasets(config, trained)
-        if trained.makes_data(config)
-        else _datasets(
-            config,
-            layout.data_parallel_size,
-            _start(config, checkpoint),
-            tokenizer,
-            reads=not config.training.dry_run and layout.coordinate(launch.rank).pipe in reading_ranks(config),
-        ),
-        deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
         found=found,
         ask=ask,
         trained=trained,
     )
+    # Their errors come before any process group.
+    _ = run.train_iters, run.datasets, run.deepspeed_settings
     if config.training.dry_run:
         run.prepare_data()
     slow = slow_planning(run.pipeline)
@@ -317,39 +381,6 @@ def _check_packages(logging: LoggingConfig) -> None:
             raise ConfigError(f"{flag} {value} needs {not_installed(package)}")
 
 
-def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Progress:
-    if checkpoint is None or config.checkpoint.finetune:
-        return Progress()
-    info = checkpoint[1]
-    return Progress(
-        iteration=info.iteration,
-        consumed_samples=info.consumed_samples,
-        skipped_iterations=info.skipped_iterations,
-        skipped_samples=info.skipped_samples,
-    )
-
-
-def _planned_iters(training: TrainingConfig, sizes: BatchSizes, start: Progress) -> int:
-    """Return the last iteration for which data is prepared; the part before the start may have had other batches."""
-    samples, consumed = training.length, start.consumed_samples
-    return training.train_iters or start.iteration + sizes.iterations_within(samples, consumed)
-
-
-def _train_iters(config: Config, sizes: BatchSizes, start: Progress) -> int:
-    """Return the last iteration: the planned one, or the one that reaches the tokens of the run."""
-    planned, tokens = _planned_iters(config.training, sizes, start), config.training.train_tokens
-    if not planned and not config.training.skip_train:
-        length, size = config.training.length, sizes.at(0)
-        raise ConfigError(
-            f"--train-samples {length} is less than one batch of {size} samples (--train-tokens are divided by "
-            f"--seq-length {config.model.seq_length}): give {size} samples or more"
-        )
-    if tokens is None:
-        return planned
-    samples = -(-tokens // config.model.seq_length)
-    return min(planned, start.iteration + sizes.iterations_until(samples, start.consumed_samples))
-
-
 def reading_ranks(config: Config) -> set[int]:
     """Return the pipeline ranks that read data: both ends, or all if attention separates documents.
 
@@ -359,59 +390,6 @@ def reading_ranks(config: Config) -> set[int]:
     ends = {0, config.parallel.num_stages, pipeline.last_stage} - {pipeline.num_stages}
     every = range(pipeline.num_stages) if config.data.separates_documents else ends
     return {pipeline.rank_of(stage) for stage in every}
-
-
-def _datasets(config: Config, replicas: int, start: Progress, tokenizer: Tokenizer, *, reads: bool) -> DatasetSplits:
-    """Build the samples that the run reads; on ranks that read none, only their numbers."""
-    data, sizes, batch = config.data, config.batch_sizes(replicas), config.evaluation_batch(replicas)
-    ahead = max(0, _planned_iters(config.training, sizes, start) - start.iteration)
-    train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
-    evaluated = config.logging.eval_iters * batch.num_micro_batches * batch.micro_batch_size * replicas
-    valid, test = (evaluated * data.has(part) for part in ("valid", "test"))
-
-    seq_length, seed = config.model.seq_length, config.training.seed
-    if data.mock_data:
-        drawn_from = config.model.vocab_size
-        assert drawn_from is not None, "set by vocab_size_of"
-        num_samples = (train, valid, test)
-        return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=drawn_from, seed=seed)
-
-    def build(num_test: int) -> DatasetSplits:
-        built = build_datasets(
-            data,
-            seq_length=seq_length,
-            num_samples=(train, valid, num_test),
-            seed=seed,
-            vocab_size=tokenizer.vocab_size,
-            reads=reads,
-        )
-        if not data.fim_data:
-            return built
-        filled = partial(FillInTheMiddle, data=data, tokenizer=tokenizer, seed=seed)
-        return DatasetSplits(**{part: each and filled(each) for part, each in vars(built).items()})
-
-    try:
-        return build(test)
-    except DataError:
-        # The default split has a thousandth for testing. If that is too little, there is no test.
-        if not test or data.split != DEFAULT_SPLIT:
-            raise
-    return build(0)
-
-
-def _own_datasets(config: Config, trained: TrainedModel) -> DatasetSplits:
-    """Return the samples that the program makes; none in a dry run."""
-    if config.training.dry_run:
-        return DatasetSplits(train=None, valid=None, test=None)
-    assert trained.datasets is not None and config.model.vocab_size is not None, "checked before, set by vocab_size_of"
-    made = own_datasets(
-        trained.datasets(config),
-        trained.program,
-        seq_length=config.model.seq_length,
-        vocab_size=config.model.vocab_size,
-        restarts=config.data.reset_position_ids,
-    )
-    return made if config.logging.eval_iters else replace(made, valid=None, test=None)
 
 
 def _check_outputs(config: Config) -> None:

@@ -15,7 +15,7 @@ def found_schedule(folder: Path) -> tuple[list[str], bool]:
     run = run_of(setup)
     keep_schedule(run)
     shape, orders = read_schedule(folder / SCHEDULE_FILE)
-    return notes(run), shape == run.pipeline and orders == rank_orders(run.schedule, shape)
+    return notes(run), shape == run.pipeline and orders == rank_orders(run.proven_schedule.schedule, shape)
 
 
 def test_a_found_schedule_is_saved_with_the_checkpoints(tmp_path: Path) -> None:

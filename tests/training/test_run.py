@@ -16,7 +16,7 @@ from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.records import Progress
-from megatron_terapipe.training.run import Run, _datasets, _train_iters, prepare, reading_ranks
+from megatron_terapipe.training.run import Run, prepare, reading_ranks
 from tests.inference.checkpoints import MODEL, checkpoint_info
 from tests.training.gpt_runs import FLAGS
 
@@ -125,17 +125,14 @@ def test_a_batch_that_changed_before_the_start_leaves_the_end_at_the_same_sample
     run = counted_in_samples(data, "--train-samples 100")
     words = words.format(tokens=50 * run.config.model.seq_length)
     run = counted_in_samples(data, f"--train-samples 100 {words}")
-    start = Progress(iteration=5, consumed_samples=consumed)
-    assert _train_iters(run.config, run.batch_sizes, start) == last
-    assert (
-        len(_datasets(run.config, 2, start, run.tokenizer, reads=True).train) == consumed + (100 - consumed) // 12 * 12
-    )
+    resumed = replace(run, checkpoint=(data, replace(checkpoint_info(iteration=5), consumed_samples=consumed)))
+    assert resumed.train_iters == last
+    assert len(resumed.datasets.train) == consumed + (100 - consumed) // 12 * 12
 
 
 def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
-    run = prepared(data)
-    half_way = Progress(iteration=6, consumed_samples=600)
-    assert len(_datasets(run.config, 2, half_way, run.tokenizer, reads=True).train) == 600 + 4 * 12
+    half_way = replace(checkpoint_info(iteration=6), consumed_samples=600)
+    assert len(replace(prepared(data), checkpoint=(data, half_way)).datasets.train) == 600 + 4 * 12
 
 
 @pytest.mark.parametrize(
