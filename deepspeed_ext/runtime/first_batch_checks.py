@@ -35,6 +35,16 @@ def check_same_data(ranks: SequenceParallelRanks, batch: Any) -> None:
         )
 
 
+def _warn(text: str) -> None:
+    """Log a warning on the first rank that has it."""
+    if not dist.is_initialized() or dist.distributed_c10d._get_default_store().add(f"warned: {text}", 1) == 1:
+        logger.log(logging.WARNING, text)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__} ({str(error).partition(chr(10))[0]})"
+
+
 def _digest(batch: Any) -> int:
     """Number of 63 bits, which differs if tensors of a micro-batch differ."""
     digest = blake2b(digest_size=8)
@@ -110,16 +120,16 @@ def check_layers(
     with torch.no_grad(), _undisturbed(modules, inputs):
         hidden, entries = first(inputs), first(entries)
         for layer in layers:
+            fault = of_ranks = None
             try:
                 for module in layer.modules:
                     module.training = module in training
                 # A layer that draws random numbers is compared without them.
                 whole, again = (_run(layer, hidden, entries, cuts[0]) for _ in range(2))
                 if _difference(whole, again, cuts[0]) is not None:
-                    logger.log(
-                        logging.WARNING,
+                    _warn(
                         f"{layer.name} draws random numbers that depend on ranks and token slices, as nn.Dropout and "
-                        "F.dropout do: for the same ones in any layout call past.dropout",
+                        "F.dropout do: for the same ones in any layout call past.dropout"
                     )
                     for module in layer.modules:
                         module.training = False
@@ -130,18 +140,24 @@ def check_layers(
                     shaken_whole, shaken_parts = (_run(layer, hidden, entries, cut) for cut in cuts)
                     of_outputs = map_tensors(_random_like, shaken_whole[0])
                     gradients = [_gradients(layer, hidden, entries, cut, of_outputs) for cut in cuts]
-                    of_ranks = _difference_of_ranks(layer, hidden, entries, ranks) if ranks.size > 1 else None
             except UserError:
                 raise
             except Exception as error:
+                fault = _in_words(error)
+            # Before they run it together: a rank that goes on without the others would wait for them.
+            if ranks.size > 1 and any(map(bool, ranks.gather(torch.tensor(fault is not None)))):
+                fault = fault or ""
+            if fault is not None:
                 # A layer may need all tokens of a token slice, or state of its own.
-                reason = str(error).partition("\n")[0]
-                logger.log(
-                    logging.WARNING,
-                    f"{layer.name} and those after it were not checked for token slices: on {num_tokens} tokens they "
-                    f"raise {type(error).__name__} ({reason})",
-                )
+                if fault:
+                    _warn(
+                        f"{layer.name} and those after it were not checked for token slices: on {num_tokens} tokens "
+                        f"they raise {fault}"
+                    )
                 return True
+            if ranks.size > 1:
+                with _shaken(layer):
+                    of_ranks = _difference_of_ranks(layer, hidden, entries, ranks)
             for what, pair in (
                 ("results", (whole, parts)),
                 ("results", (shaken_whole, shaken_parts)),
@@ -167,7 +183,11 @@ def check_layers(
 def _difference_of_ranks(
     layer: StageLayer, hidden: Any, entries: Mapping[str, Any], ranks: SequenceParallelRanks
 ) -> float | None:
-    """Relative difference of a layer's outputs on these ranks and on one, as `_difference`; the same on each rank."""
+    """Relative difference of a layer's outputs on these ranks and on one, as `_difference`; the same on each rank.
+
+    Raises:
+        UserError: if the layer raises an error here: the other ranks may wait for this one within the layer.
+    """
     length = next(tensors_in(hidden)).shape[1]
     sequence = TokenSlices((length * ranks.size,))
 
@@ -175,9 +195,20 @@ def _difference_of_ranks(
         is_part = torch.is_tensor(leaf) and leaf.shape[1:2] == (length,)
         return torch.cat(ranks.gather(leaf), dim=1) if is_part else leaf
 
-    whole = _run(layer, map_tensors(of_all, hidden), map_tensors(of_all, entries), sequence)
+    hidden_of_all, entries_of_all = map_tensors(of_all, hidden), map_tensors(of_all, entries)
     state = SequenceState(sequence, ranks=ranks, sequences=range(len(next(tensors_in(hidden)))))
-    own = layer.run(map_tensors(torch.clone, hidden), state, 0, entries)
+    try:
+        whole = _run(layer, hidden_of_all, entries_of_all, sequence)
+        own = layer.run(map_tensors(torch.clone, hidden), state, 0, entries)
+    except (UserError, dist.DistError):
+        raise
+    except Exception as error:
+        if "gloo" in str(error):  # The connection to a rank is lost.
+            raise
+        raise UserError(
+            f"{layer.name} raises {_in_words(error)} on {length} tokens of rank {dist.get_rank()}, one of {ranks.size} "
+            "sequence-parallel ranks that run it together: correct it, or let no ranks share a sequence"
+        ) from error
     parts = [*zip(*map(ranks.gather, tensors_in(own)), strict=True)]
     return _difference(whole, parts, TokenSlices((length,) * ranks.size))
 

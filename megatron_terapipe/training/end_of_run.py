@@ -4,7 +4,7 @@
     normal                                                   -                                  0
     user error before the process group                      first rank of each host            2
     user error that all ranks raise (`AGREED`)               rank 0                             2
-    user error of one rank, once there is a process group    that rank                          2
+    other user error, once there is a process group          rank of each host that ends first  2
     no place to meet                                         rank of each host that ends first  2
     a rank that does not come to it                          the same                           `STALLED`
     another rank is lost                                     its watch (`rank_watch.py`)        `LOST`
@@ -82,8 +82,9 @@ class EndOfRun:
         self.remedy: Callable[[], str] = lambda: "the run had not begun: give the same command again"
         """Called for the remedy of a run that is interrupted."""
         self._interrupted_at = -math.inf
+        self._unprinted = threading.Lock()
         self.in_process_group = False
-        """Whether this rank may be the only one with an error."""
+        """Whether any rank may be the first, or the only one, with an error."""
         self.ends_first = lambda: self.launch.local_rank == 0
         """Called for whether no other rank of this host has ended by an error."""
         self.after_report = ExitStack()
@@ -105,7 +106,14 @@ class EndOfRun:
         """Raise `KeyboardInterrupt`; not again within seconds, during the cleanup that it begins."""
         last, self._interrupted_at = self._interrupted_at, time.monotonic()
         if self._interrupted_at - last > _IMPATIENT_S:
+            self.print_interrupted()
             signal.default_int_handler(number, frame)
+
+    def print_interrupted(self) -> None:
+        """Print the line for Ctrl-C, once; at once, because launchers kill ranks that take long to end."""
+        if self._unprinted.acquire(blocking=False) and prints_ctrl_c(self.launch):
+            # Not by `print`, which the signal may have interrupted.
+            os.write(2, f"interrupted: {self.remedy()}\n".encode(errors="backslashreplace"))
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         """End this process; not after Ctrl-C, when a launcher sends SIGTERM before the end is reported."""
@@ -117,7 +125,6 @@ class EndOfRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Report the error, if this rank is the one to do so; return whether it is handled."""
-        first_of_host = self.launch.local_rank == 0
         match error:
             case LostRank():
                 self.after_report.pop_all()
@@ -129,15 +136,17 @@ class EndOfRun:
                     if isinstance(error, OSError)
                     else error
                 )
-                reports = first_of_host or self.in_process_group
-                if isinstance(error, MeetingError):
-                    reports = self.ends_first()
-                elif isinstance(error, AGREED):
+                if isinstance(error, AGREED):
                     reports = self.launch.rank == 0
+                elif self.in_process_group or isinstance(error, MeetingError):
+                    reports = self.ends_first()
+                else:
+                    reports = self.launch.local_rank == 0
                 code = STALLED if isinstance(error, AbsentRankError) else BAD_INPUT
                 self._end(code, f"error: {line}" if reports else "")
             case KeyboardInterrupt():
-                self._end(INTERRUPTED, f"interrupted: {self.remedy()}" if prints_ctrl_c(self.launch) else "")
+                self.print_interrupted()
+                self.code = INTERRUPTED
         self.after_report.close()
         for each, handler in self._before.items():
             signal.signal(each, handler)
@@ -163,11 +172,12 @@ def _launch() -> LaunchEnvironment:
 
 
 def watch_over(
-    launch: LaunchEnvironment, config: Config, ending: Callable[[str, bool], object] = lambda why, failed: None
+    launch: LaunchEnvironment, config: Config, ending: Callable[[str, bool], object], interrupted: Callable[[], object]
 ) -> RankWatch:
     """Return the watch of this rank. Call it before torch is imported.
 
     Args:
+        interrupted: called when Ctrl-C comes, while the main thread may be in a long call.
         ending: called with the reason of the end of the run, and whether it is a failure, before this process exits; on
             the first rank, or another one in its place.
     """
@@ -181,7 +191,7 @@ def watch_over(
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
         remedy=partial(remedy, config.checkpoint.save),
         ending=ending,
-        prints_ctrl_c=prints_ctrl_c(launch),
+        interrupted=interrupted,
     )
 
 

@@ -82,7 +82,7 @@ def pretrain(
 def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: EndOfRun, first_rank: FirstRank) -> None:
     launch, report = end.launch, OwnReport(config.logging)
     first, on_one_host = launch.rank == 0, launch.local_size == launch.world_size
-    with watch_over(launch, config, report.write_end) as rank_watch:
+    with watch_over(launch, config, report.write_end, end.print_interrupted) as rank_watch:
 
         def write_loss(reason: str) -> None:
             if rank_watch.reports_end:  # By now: this rank may report in place of the one that is lost.

@@ -1,6 +1,7 @@
 """Layers with other results in token slices are refused, others are not, and the check has no effects."""
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -379,6 +381,30 @@ class WeightOfAnother(nn.Module):
         return past.own_tokens(heads * self.weight[: heads.shape[2]]).flatten(2)
 
 
+class RaisesAtFirst(models.Block):
+    """Raises an error on one of the ranks, in its first forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises = dist.get_rank() == 1
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        if self.raises:
+            self.raises = False
+            raise ValueError("a bug")
+        return super().forward(hidden, past)
+
+
+class RaisesWithOthers(models.Block):
+    """Raises an error on one of the ranks that share its tokens, of which the other goes on to `attend`."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        (heads,) = past.all_tokens(hidden.unflatten(2, (models.HEADS, -1)))
+        if heads.shape[1] > hidden.shape[1] and dist.get_rank() == 1:
+            raise ValueError("a bug")
+        return super().forward(hidden, past)
+
+
 def _first_batch(setup: Setup, kind: type[nn.Module] = OwnAttention) -> str:
     """The error of this rank; a fixed text if only its neighbour has ended."""
     layers = models.layers(tied=False)
@@ -395,7 +421,7 @@ def _first_batch(setup: Setup, kind: type[nn.Module] = OwnAttention) -> str:
 
 def _on_two() -> tuple[Any, ...]:
     shared, stages = Setup(sp=2, tied=False), Setup(pp=2, cut=CUT, tied=False)
-    kinds = OwnAttention, CarriesItsPart, WeightOfAnother, models.StatefulBlock
+    kinds = OwnAttention, CarriesItsPart, WeightOfAnother, models.StatefulBlock, RaisesAtFirst
     same = _losses(True) == _losses(False)
     return (
         same,
@@ -415,4 +441,12 @@ def test_the_stage_with_such_a_layer_names_it_in_the_first_batch_and_other_runs_
         assert line.startswith("layer 4 (OwnAttention) gives other results in token slices")
     for kind, *lines in zip(("CarriesItsPart", "WeightOfAnother"), first[1:3], last[1:3], strict=True):
         assert all(line.startswith(f"layer 4 ({kind}) gives other results on 2 sequence-parallel") for line in lines)
-    assert first[3] == last[3] == ""
+    assert first[3:] == last[3:] == ["", ""]
+
+
+def test_a_layer_that_fails_on_one_of_the_ranks_that_share_its_tokens_is_named_there() -> None:
+    waits, named = run_distributed(partial(_first_batch, Setup(sp=2, tied=False), RaisesWithOthers), 2)
+    assert waits == "its neighbour has ended"
+    assert re.match(
+        r"layer 4 \(RaisesWithOthers\) raises ValueError \(a bug\) on \d+ tokens of rank 1, one of 2 seq", named
+    )

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from math import inf
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -223,7 +224,7 @@ class RankWatch:
         leave: ends the process with an exit code, at once.
         ending: called with the reason for which the run ends, and whether that is a failure, before this rank leaves at
             once: on the first rank, and on one that prints the line.
-        prints_ctrl_c: whether this rank prints the line for Ctrl-C, where its main thread cannot.
+        interrupted: called in the thread of the watch when Ctrl-C comes: the main thread may be in a long call.
     """
 
     def __init__(
@@ -239,10 +240,10 @@ class RankWatch:
         report: Callable[[str], object] = lambda line: os.write(2, f"{line}\n".encode()),
         leave: Callable[[int], object] = os._exit,
         ending: Callable[[str, bool], object] = lambda reason, failed: None,
-        prints_ctrl_c: bool = True,
+        interrupted: Callable[[], object] = lambda: None,
     ) -> None:
         self.place, self.remedy = place, remedy
-        self._prints_ctrl_c = prints_ctrl_c
+        self._report_interrupt = interrupted
         self._launch, self._host, self._report, self._leave = launch, host, report, leave
         self.ending, self._orphan = ending, orphan
         self.reports_end = place.rank == 0
@@ -363,7 +364,10 @@ class RankWatch:
         with suppress(BlockingIOError):
             # Another handler treats the signal as a request, and ends the rank in its time.
             received = self._wake.recv(64)
-            self._interrupted = self._interrupted or signal.SIGINT in received
+            if signal.SIGINT in received and not self._interrupted:
+                self._interrupted = True
+                with suppress(OSError):
+                    self._report_interrupt()
             if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) == self._terminated:
                 self._terminated(signal.SIGTERM, None)
         if self.lost is not None:
@@ -395,7 +399,7 @@ class RankWatch:
     def _launcher_ended(self, launcher: Ancestor | None) -> None:
         if self._interrupted:
             self._mark(RankMark.ENDING)
-            self._leave_interrupted()
+            self._leave_after_report(CTRL_C, TERMINATED, failed=False)
             return
         first = self.place.local_rank == 0
         process = "" if launcher is None else f", process {launcher.pid}"
@@ -446,8 +450,8 @@ class RankWatch:
             self._mark(RankMark.ENDING)
             time.sleep(_LOOK_FOR_RANKS_S)  # A SIGINT before it may still be unread.
             if self._interrupted:
-                # Printed by the main thread, unless it is in a call that never returns.
-                _after(_PATIENCE_S, self._leave_interrupted)
+                # The main thread ends, unless it is in a call that never returns.
+                _after(_PATIENCE_S, partial(self._leave_after_report, CTRL_C, TERMINATED, failed=False))
                 return
             name = _name(self.place.rank, os.getpid())
             loss = Lost(f"{name} received SIGTERM, directly or from its launcher", printed=first)
@@ -457,13 +461,6 @@ class RankWatch:
             if self._news is not None and (first or self.place.local_rank == 0):
                 self._news.send(loss)
             self._leave_after_report("terminated by SIGTERM", TERMINATED, failed=False)
-
-    def _leave_interrupted(self) -> None:
-        """Report Ctrl-C in place of the main thread, and exit."""
-        if self._prints_ctrl_c:
-            with suppress(OSError):
-                self._report(f"interrupted: {self.remedy()}")
-        self._leave_after_report(CTRL_C, TERMINATED, failed=False)
 
     def _is_first_to_end(self) -> bool:
         """Whether no other rank of the host has ended, or is about to: launchers end all once one has."""
@@ -509,7 +506,7 @@ def watch_rank(
     timeout: timedelta,
     remedy: Callable[[], str],
     ending: Callable[[str, bool], object] = lambda reason, failed: None,
-    prints_ctrl_c: bool = True,
+    interrupted: Callable[[], object] = lambda: None,
 ) -> RankWatch:
     """The watch of this rank, as its launcher started it; arguments as in `RankWatch`."""
     launch, attempt = own_launch(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -523,5 +520,5 @@ def watch_rank(
         orphan=is_orphan(launch),
         remedy=remedy,
         ending=ending,
-        prints_ctrl_c=prints_ctrl_c,
+        interrupted=interrupted,
     )
