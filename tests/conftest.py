@@ -16,6 +16,8 @@ from tests.pairs import covering_pairs
 
 # What is imported and collected stays: to look for garbage among it takes a quarter of the time of a collection.
 gc.disable()
+# No file of a test need outlive the machine: to wait for its disk takes milliseconds each time.
+os.fsync = lambda descriptor: None
 # A property is about values, not about how busy the machine is.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Who changes one thing is not stopped by what was drawn of another: only `make test-all` draws new values each time.

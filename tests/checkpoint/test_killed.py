@@ -98,12 +98,6 @@ def test_there_is_one_holder_at_a_time(tmp_path: Path) -> None:
         assert sum(threads.map(hold, range(4))) > 200
 
 
-@pytest.fixture(autouse=True)
-def _no_power_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of a killed process are in the file without a sync, which takes most of the time."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 def test_killed_while_saving_over_the_latest(tmp_path: Path) -> None:
     """The same iteration again: `latest` always has its checkpoint. Others: tests/faults/campaigns/saving.py."""
     points, iterations = kill_at_every_point(tmp_path, [2, 6], 6, 1)
