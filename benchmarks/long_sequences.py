@@ -77,7 +77,7 @@ from megatron_terapipe.config.flops import balanced_token_slices
 from megatron_terapipe.data.datasets import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.loader import MicroBatch
-from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, speed_of, strategy_text, time_text
+from megatron_terapipe.search.answer.figures import GIGABYTE, speed_of
 from megatron_terapipe.search.answer.other_trainers import Rival, best_rival
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
@@ -88,6 +88,7 @@ from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.search import Ranked, SearchResult, search
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.texts import bytes_text, strategy_text, time_text
 
 FP32_BYTES = 4
 BREADTH_FIRST = "breadth-first"

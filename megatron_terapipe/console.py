@@ -33,8 +33,8 @@ def output_console(**settings: Any) -> "Console":
     return PrintableConsole(width=WIDTH_OF_FILES, **settings)
 
 
-_KEPT_SPACE = re.compile(r"(?<=[\d%]) (?=[\w(])|(?<=[\w:]) (?=[-+]?\d)| (?=·|of \d)")
-"""Space between a number and its unit or name, or before the point between two settings."""
+_KEPT_SPACE = re.compile(r"(?<=[\d%]) (?=[\w(])|(?<=[\w:]) (?=[-+]?\d)| (?=·|of \d)|(?<=\(best) ")
+"""Space between a number and its unit or name, before the point between two settings, or in "(best published: 70%)"."""
 
 
 def print_text(console: "Console", text: str, *, indent: str = "") -> None:

@@ -17,9 +17,9 @@ from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.records import RunStart
 from megatron_terapipe.run_report.figures import Figures
-from megatron_terapipe.search.answer.figures import bytes_text, time_text
-from megatron_terapipe.search.answer.json_documents import PredictedPart
+from megatron_terapipe.search.price.price_document import PredictedPart
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.texts import bytes_text, time_text
 
 MOST_OPS = 12_000
 """Most ops of a timeline that is drawn: a page of them is 2 MB."""

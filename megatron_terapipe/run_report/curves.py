@@ -8,7 +8,7 @@ from statistics import fmean, median
 from megatron_terapipe.page.document import colours, legend
 from megatron_terapipe.records import IterationMetrics
 from megatron_terapipe.run_report.metrics_file import Part, TrainingRun
-from megatron_terapipe.search.answer.figures import time_text
+from megatron_terapipe.texts import time_text
 
 Points = Sequence[tuple[float, float]]
 

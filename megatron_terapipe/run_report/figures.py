@@ -18,7 +18,7 @@ from megatron_terapipe.records import (
     starved_text,
 )
 from megatron_terapipe.run_report.metrics_file import Part, Piece, TrainingRun
-from megatron_terapipe.search.answer.figures import strategy_text, time_text
+from megatron_terapipe.texts import strategy_text, time_text
 
 LAST = 10
 """Iterations whose losses are averaged for the loss at the end."""

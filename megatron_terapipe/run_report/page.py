@@ -23,7 +23,7 @@ from megatron_terapipe.run_report.comparison import COMPUTE, ON_CPU
 from megatron_terapipe.run_report.curves import curves
 from megatron_terapipe.run_report.figures import listed, strategy_line
 from megatron_terapipe.run_report.report import RunReport, about, glance, heading, part_lines, title_of
-from megatron_terapipe.search.answer.figures import bytes_text, time_text
+from megatron_terapipe.texts import bytes_text, time_text
 
 LEVELS = (
     (STARVED_BELOW, f"load below {STARVED_BELOW:g}", oklch_to_hex(0.38, 0.13, 264)),

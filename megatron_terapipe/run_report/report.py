@@ -21,7 +21,7 @@ from megatron_terapipe.run_report.comparison import (
 )
 from megatron_terapipe.run_report.figures import NO_END, Figures, Incident, figures_of, incidents, listed, strategy_line
 from megatron_terapipe.run_report.metrics_file import Part, TrainingRun, read_runs
-from megatron_terapipe.search.answer.figures import bytes_text, count_text, time_text
+from megatron_terapipe.texts import bytes_text, count_text, time_text
 
 T = TypeVar("T")
 

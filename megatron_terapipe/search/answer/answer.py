@@ -6,22 +6,17 @@ from typing import Any
 
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.figures import (
-    bytes_text,
-    devices_of,
-    layout_text,
-    numbers_text,
-    speed_of,
-    time_text,
-)
-from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, PredictedPart, RankedEntry
+from megatron_terapipe.search.answer.figures import devices_of, speed_of
+from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, RankedEntry
 from megatron_terapipe.search.answer.published import TOLERANCE, best_published
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.price.cost_model import Prediction
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups
+from megatron_terapipe.search.price.price_document import PredictedPart
 from megatron_terapipe.search.rank.search import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.texts import bytes_text, layout_text, numbers_text, time_text
 
 
 def entries_of(problem: SearchProblem, entries: Iterable[Ranked], training: Training = NOT_ASKED) -> list[RankedEntry]:
@@ -55,6 +50,8 @@ def ranking(
     found = entries_of(problem, ranked, training)
     winner = next((each for each in zip(ranked, found, strict=True) if each[1].rank == 1 and each[1].feasible), None)
     of_winner = [] if winner is None else [f"rank 1: {note}" for note in winner[0].price.notes]
+    if winner is not None and winner[1].price.mfu is not None and (best := best_published(problem.cluster)) is not None:
+        of_winner.append(f"the best published MFU on such devices is {best.share:.0%}: {best.run}")
     return {
         **question(problem, global_batch_size, constraints),
         "answer": "no strategy can run" if winner is None else answer_text(problem, *winner),
@@ -72,7 +69,7 @@ def answer_text(problem: SearchProblem, winner: Ranked, entry: RankedEntry) -> s
         if published is not None and used > published.share + TOLERANCE:
             # Else it would seem too high because it counts scores that are never computed.
             name, used, best = "causal MFU", price.mfu_causal, published.causal_share
-        words.append(f"{name} {used:.0%}{'' if best is None else f' (published: {best:.0%})'}")
+        words.append(f"{name} {used:.0%}{'' if best is None else f' (best published: {best:.0%})'}")
     if price.memory_per_rank:
         groups = RankGroups(ClusterTable.of(problem.cluster), winner.strategy.layout, winner.strategy.placement)
         ranks = zip(price.memory_per_rank, groups.smallest, strict=True)

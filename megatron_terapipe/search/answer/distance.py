@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.what_if import Question, left_free
 from megatron_terapipe.search.machine.library import smallest_device_with
@@ -23,6 +22,7 @@ from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_g
 from megatron_terapipe.search.rank.search import SearchResult
 from megatron_terapipe.search.rank.space import Choices
 from megatron_terapipe.strategy import SOLVED, Strategy
+from megatron_terapipe.texts import bytes_text, strategy_text, time_text
 
 COUNTED_EXACTLY = 8  # strategies with the lowest bounds of memory whose memory is counted on their schedule
 TIMES_THE_NODES = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)  # clusters that are tried, in nodes of the one that is too small

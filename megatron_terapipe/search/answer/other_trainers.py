@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
-from megatron_terapipe.search.answer.figures import bytes_text, layout_text, strategy_text, time_text
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.what_if import Question
 from megatron_terapipe.search.machine.software import Software
@@ -47,6 +46,7 @@ from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.search import Ranked, priced
 from megatron_terapipe.search.rank.space import SearchProblem, divisors
 from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.texts import bytes_text, layout_text, strategy_text, time_text
 
 ON_HOST = (
     (),

@@ -19,7 +19,6 @@ from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import document_text, runners_up
-from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.json_documents import Document, LaunchPart, RankDocument
 from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.answer.what_if import FOUND_ORDER
@@ -29,6 +28,7 @@ from megatron_terapipe.search.machine.launcher import SHELL_CHECK, remote_words
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.texts import strategy_text
 
 TRAIN_ITERATIONS = 100
 LEARNING_RATE = "1e-4"

@@ -18,22 +18,12 @@ from megatron_terapipe.page.document import (
     timelines,
 )
 from megatron_terapipe.search.answer.answer import TIME_NAMES, compare, runners_up
-from megatron_terapipe.search.answer.figures import (
-    LEFT,
-    bytes_text,
-    decision_texts,
-    heading,
-    interval_text,
-    numbers_text,
-    rows_of,
-    share_text,
-    strategy_text,
-    time_text,
-)
+from megatron_terapipe.search.answer.figures import LEFT, decision_texts, heading, interval_text, rows_of, share_text
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.texts import bytes_text, numbers_text, strategy_text, time_text
 
 MOST_ROWS = 30  # strategies that a page lists
 

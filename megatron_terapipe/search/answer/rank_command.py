@@ -18,7 +18,6 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.distance import if_nothing_fits
-from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.flags import (
     add_constraint_flags,
     add_headroom_flag,
@@ -42,6 +41,7 @@ from megatron_terapipe.search.rank.rules import DUPLICATES, USES_DEVICES
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, predict_one, search, with_batch
 from megatron_terapipe.search.rank.space import SearchProblem, check_runnable
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.texts import bytes_text, strategy_text, time_text
 
 HELP = "Find the best strategies of a model on a cluster: search them, price them on their schedules, and rank them."
 
@@ -250,7 +250,9 @@ def show_answer(options: argparse.Namespace, document: RankDocument, costs: list
         print(f"\nto run the winner, from any directory:\n  {script_command(options.output)}")
         print(f"which runs, where pretrain_gpt.py is:\n  {launch.command}")
     elif launch.command is not None:
-        print("\nto run the winner: add --output DIR, which writes the files and prints the command")
+        print()
+        hint = "to run the winner: add --output DIR, which writes the files and prints the command"
+        print_text(output_console(), hint, indent="  ")
     if options.explain is None:
         print("for all notes and assumptions in full sentences: add --explain")
 

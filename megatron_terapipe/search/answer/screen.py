@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.console import output_console, print_text
-from megatron_terapipe.search.answer.figures import (
-    COLUMNS,
-    LEFT,
-    bytes_text,
-    heading,
-    rows_of,
-)
+from megatron_terapipe.search.answer.figures import COLUMNS, LEFT, heading, rows_of
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry, Ranking
+from megatron_terapipe.texts import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +26,9 @@ DROPPED_FIRST = tuple(
             (11, "MFU"),
             (12, "device hours"),
             (13, "mbs"),
+            (14, "V"),
+            (15, "interval"),
+            (16, "recompute"),
             *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
         ]
     )

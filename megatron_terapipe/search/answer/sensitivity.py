@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.text_files import field_texts
-from megatron_terapipe.search.answer.figures import bandwidth_text, difference_text, layout_text, strategy_text
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
 from megatron_terapipe.search.learn.fit import times_with
@@ -25,6 +24,7 @@ from megatron_terapipe.search.learn.priors import Prior, most_of, moved
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
 from megatron_terapipe.search.rank.search import NEARLY_AS_FAST, Ranked
+from megatron_terapipe.texts import bandwidth_text, difference_text, layout_text, strategy_text
 
 Floats = NDArray[np.float64]
 

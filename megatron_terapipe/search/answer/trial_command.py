@@ -26,7 +26,6 @@ from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.answer.answer import predicted_part, question
-from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.flags import (
     add_constraint_flags,
     add_headroom_flag,
@@ -38,7 +37,7 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_strategies,
 )
-from megatron_terapipe.search.answer.json_documents import Errors, PredictedPart, TrialDocument, TrialResult
+from megatron_terapipe.search.answer.json_documents import Errors, TrialDocument, TrialResult
 from megatron_terapipe.search.answer.output_files import Launch, launch_of, write_document
 from megatron_terapipe.search.learn.costs import Costs, costs_of
 from megatron_terapipe.search.learn.trials import GIBIBYTE, Trial, read_trials
@@ -46,10 +45,12 @@ from megatron_terapipe.search.learn.validation import relative_errors, spearman,
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.machine.launcher import free_port, launcher, remote_words, supervised, variables
 from megatron_terapipe.search.machine.trainers import TERAPIPE
+from megatron_terapipe.search.price.price_document import PredictedPart
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.texts import strategy_text
 
 HELP = (
     "Run the best strategies of a search, or of a file, for a few iterations each, with DeepSpeed's "

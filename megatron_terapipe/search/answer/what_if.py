@@ -26,7 +26,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import why_vocabulary_stays_whole
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.figures import devices_of, speed_of, strategy_text, time_text
+from megatron_terapipe.search.answer.figures import devices_of, speed_of
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.published import TOLERANCE, best_published
 from megatron_terapipe.search.answer.sensitivity import other_constants
@@ -40,6 +40,7 @@ from megatron_terapipe.search.rank.grid_prices import ProgressCallback, no_progr
 from megatron_terapipe.search.rank.search import Ranked, SearchResult, priced, search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.texts import strategy_text, time_text
 
 EFFORT = 0.1  # effort of a second search
 
