@@ -86,19 +86,15 @@ print(json.dumps(answers))
 
 def _not_needed(folder: str, names: list[str]) -> set[str]:
     """Folders of the package that neither a search nor the flags of the trainer import."""
-    unused = {"training", "model", "data", "huggingface"} if Path(folder) == REPOSITORY / "megatron_terapipe" else set()
-    return {"__pycache__", *unused} & set(names)
+    unused = {"training", "model", "data", "huggingface"}
+    return unused & set(names) if Path(folder) == REPOSITORY / "megatron_terapipe" else set()
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """Answers of the patched package."""
     folder = tmp_path_factory.mktemp("patched")
-    shutil.copytree(
-        REPOSITORY / "megatron_terapipe",
-        folder / "megatron_terapipe",
-        ignore=_not_needed,
-    )
+    shutil.copytree(REPOSITORY / "megatron_terapipe", folder / "megatron_terapipe", ignore=_not_needed)
     for path, (old, new) in PATCH.items():
         text = (folder / path).read_text()
         assert text.count(old) == 1, f"{path} has no single {old!r}: fix the patch and the documents"
