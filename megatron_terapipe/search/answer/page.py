@@ -17,7 +17,7 @@ from megatron_terapipe.page.document import (
     stacked_bars,
     timelines,
 )
-from megatron_terapipe.search.answer.answer import TIME_NAMES, compare, runners_up
+from megatron_terapipe.search.answer.answer import TIME_NAMES, compare, runners_up, why_before
 from megatron_terapipe.search.answer.figures import LEFT, decision_texts, heading, interval_text, rows_of, share_text
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups
@@ -126,7 +126,8 @@ def _ranking(document: RankDocument) -> str:
         cells = (f'<td class="{each}">{escape(row.get(name, ""))}</td>' for name, each in kinds.items())
         lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
     more = len(document.entries) - len(entries)
-    rest = f'<p class="sub">{more} more are in the JSON.</p>' if more > 0 else ""
+    below = [*why_before(document.priced), *([f"{more} more are in the JSON"] if more > 0 else [])]
+    rest = "".join(f'<p class="sub">{escape(line[:1].upper() + line[1:])}.</p>' for line in below)
     return f'<div class="wide"><table class="ranking"><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.console import output_console, print_text
+from megatron_terapipe.search.answer.answer import why_before
 from megatron_terapipe.search.answer.figures import COLUMNS, LEFT, heading, rows_of
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry, Ranking
-from megatron_terapipe.texts import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,25 +56,8 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     lines = [f"all rows: {', '.join(f'{name} {text}' for name, text in shared.items())}"] if shared else []
     lines += [", ".join(legend)] if legend else []
     lines += [f"rank {entry.rank} cannot run: {entry.reason}" for entry in entries if not entry.feasible]
-    for line in (*lines, *_why_before(ranking.priced)):
+    for line in (*lines, *why_before(ranking.priced)):
         print_text(console, line)
-
-
-def _why_before(priced: Sequence[RankedEntry]) -> list[str]:
-    """Return why the first is before a faster one, else why another row is; empty if times rise."""
-    times = [entry.price.iteration_time_s for entry in priced]
-    if times == sorted(times):
-        return []
-    best = min(priced, key=lambda entry: entry.price.iteration_time_s)
-    first, other = priced[0].price, best.price
-    if best is priced[0]:
-        return ["of rows within 1% of time, the one with less memory comes first"]
-    faster = 1 - other.iteration_time_s / first.iteration_time_s
-    if first.peak_memory_bytes < other.peak_memory_bytes:
-        fewer = f"holds {bytes_text(other.peak_memory_bytes - first.peak_memory_bytes)} less"
-    else:
-        fewer = "sends less between nodes"
-    return [f"rank {best.rank} is {faster:.1%} faster; within 1% of time rank 1 comes first because it {fewer}"]
 
 
 def notes_of(document: RankDocument) -> list[str]:
