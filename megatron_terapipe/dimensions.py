@@ -77,8 +77,6 @@ class Dimension:
     """Place and name in tables; None = not shown."""
     usual: str = ""
     """Text of the column that is not worth a column where every row has it; empty = none."""
-    dropped: int | None = None
-    """Place among the columns that a narrow terminal does without; None = always shown."""
     phrase: Placed | None = None
     """Place and template in a strategy written in one line; None = left out."""
     always: bool = False

@@ -209,7 +209,6 @@ class Strategy:
         flag_help=(13, "sequence parallelism: off, on"),
         label=(10, "sequence parallelism"),
         column=(12, "sp"),
-        dropped=3,
         phrase=(11, "sequence parallel"),
         tie=9,
     )
@@ -242,7 +241,6 @@ class Strategy:
         label=(12, "offload"),
         column=(10, "offload"),
         usual="no",
-        dropped=7,
         phrase=(10, "offload"),
         tie=16,
     )
@@ -257,7 +255,6 @@ class Strategy:
         label=(16, "gradients of keys and values"),
         column=(16, "dK dV"),
         usual="fp32",
-        dropped=9,
         phrase=(12, "dK and dV in {}"),
         tie=18,
         tie_key=lambda kept: KEY_VALUE_GRADIENTS.index(kept) if kept in KEY_VALUE_GRADIENTS else 2,
@@ -278,7 +275,6 @@ class Strategy:
         label=(18, "kept by latent attention"),
         column=(17, "kept"),
         usual="expanded",
-        dropped=10,
         phrase=(12, "latents kept"),
         tie=21,
     )
@@ -294,7 +290,6 @@ class Strategy:
         flag_help=(12, "ZeRO stages, 0, 1 or 3"),
         label=(13, "ZeRO stage"),
         column=(11, "ZeRO"),
-        dropped=4,
         phrase=(12, "ZeRO {}"),
         always=True,
         tie=10,
@@ -315,7 +310,6 @@ class Strategy:
         none="all",
         column=(11, "shard"),
         usual="all",
-        dropped=5,
         phrase=(12, "states over {} ranks"),
         tie=20,
     )
@@ -342,7 +336,6 @@ class Strategy:
         label=(15, "vocabulary stages"),
         column=(15, "vocabulary"),
         usual="no",
-        dropped=8,
         phrase=(12, "vocabulary stages"),
         tie=17,
     )

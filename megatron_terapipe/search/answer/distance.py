@@ -54,11 +54,8 @@ class Nearest:
 def if_nothing_fits(asked: Question, result: SearchResult) -> Iterator[WhatIfPart]:
     """Yield the nearest strategy, and then the changes with which one fits; nothing if other rules are broken."""
 
-    def part(name: str, value: int | float | str, line: str, strategy: Strategy | None, more: str = "") -> WhatIfPart:
-        found = None if strategy is None else strategy.to_json()
-        return WhatIfPart(
-            name=name, value=value, strategy=found, iteration_time_s=None, change=1.0, line=line, more=more
-        )
+    def part(name: str, value: int | float | str, line: str, strategy: Strategy, more: str = "") -> WhatIfPart:
+        return WhatIfPart(name=name, value=value, strategy=strategy.to_json(), change=1.0, line=line, more=more)
 
     if result.too_full is not None:
         free, full = left_free(result.too_full, asked.pricing), result.too_full

@@ -23,17 +23,17 @@ class WhatIfPart(ClosedModel):
     `network`, or the name of another trainer. Where nothing fits: `nearest` for the strategy nearest to fitting, then
     the changes with which one fits: `memory_headroom`, `constraint` (a flag that is dropped), `key_value_gradients`,
     `devices`, `seq_length`, `global_batch_size`, `device_memory`."""
-    value: int | float | str | None
+    value: int | float | str | None = None
     """The new value: the headroom, the number of devices, the name of a constant, ...; null = none is needed."""
-    strategy: StrategyObject | None
+    strategy: StrategyObject | None = None
     """The best strategy then; null = none can run."""
-    iteration_time_s: float | None
+    iteration_time_s: float | None = None
     change: float
     """Share of the time that it saves, or of device hours or of the price; of a constant, the share that rank 1 would
     lose. 1 where it decides whether a strategy can run."""
     line: str
     """The answer in one line."""
-    more: str
+    more: str = ""
     """The rest in full sentences; may be empty."""
 
 

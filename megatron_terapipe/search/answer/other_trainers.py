@@ -30,7 +30,6 @@ tiled backward repeats the recomputation (DeepSpeed, `TiledMLP`).
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
@@ -304,7 +303,8 @@ def other_trainers(asked: Question, winner: Ranked | None) -> Iterator[WhatIfPar
             yield _answer(problem, winner, theirs.problem.software, entry.strategy, entry.price)
         else:
             broken = [name for name, number in result.counts.rejected.items() if number][-1:]
-            yield _cannot(software, None, f"{software.title} cannot run it: {why_none(*broken)}")
+            line = f"{software.title} cannot run it: {why_none(*broken)}"
+            yield WhatIfPart(name=software.name, change=0.0, line=line)
     if has_rival(problem):
         pricing = asked.changed({}, software=ALST).pricing
         rival = best_rival(pricing, problem.global_batch_size, headroom=problem.memory_headroom)
@@ -313,7 +313,8 @@ def other_trainers(asked: Question, winner: Ranked | None) -> Iterator[WhatIfPar
         on_host = f"; on the host: {', '.join(rival.on_host)}" if rival.on_host else ""
         found = _answer(problem, winner, ALST, rival.strategy, rival.prediction, on_host)
         lacking = [f"{bytes_text(needed)} of a {at}, of {bytes_text(limit)}" for at, needed, limit in rival.lacking]
-        yield _cannot(ALST, found.strategy, f"{ALST.title} needs {' and '.join(lacking)}") if lacking else found
+        line = f"{ALST.title} needs {' and '.join(lacking)}"
+        yield WhatIfPart(name=ALST.name, strategy=found.strategy, change=0.0, line=line) if lacking else found
 
 
 def _exchanges(theirs: Question, entry: Ranked) -> Iterator[tuple[Question, Ranked]]:
@@ -365,20 +366,12 @@ def _answer(
     time, measured = time_text(price.iteration_time_s), "measured" if run else "never measured"
     return WhatIfPart(
         name=software.name,
-        value=None,
         strategy=strategy.to_json(),
         iteration_time_s=price.iteration_time_s,
         change=max(0.0, 1 - ratio),
         line=f"{software.name}: {time}{compared} ({layout_text(strategy)}; {measured}){advised}",
         more=f"{software.title} holds {bytes_text(price.peak_memory_bytes)} on a device with {strategy_text(strategy)}"
         f"{on_host}. {known}",
-    )
-
-
-def _cannot(software: Software, strategy: dict[str, Any] | None, why_not: str) -> WhatIfPart:
-    """Return a trainer that cannot run it."""
-    return WhatIfPart(
-        name=software.name, value=None, strategy=strategy, iteration_time_s=None, change=0.0, line=why_not, more=""
     )
 
 

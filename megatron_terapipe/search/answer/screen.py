@@ -15,23 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-DROPPED_FIRST = tuple(
-    name
-    for _, name in sorted(
-        [
-            (5, "bubble"),
-            (5, "causal MFU"),
-            (6, "variants"),
-            (10, "tokens/s"),
-            (11, "MFU"),
-            (12, "device hours"),
-            (13, "mbs"),
-            (14, "V"),
-            (15, "interval"),
-            (16, "recompute"),
-            *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
-        ]
-    )
+DROPPED_FIRST = (
+    *("sp", "ZeRO", "bubble", "causal MFU", "shard", "variants", "offload", "vocabulary", "dK dV", "kept"),
+    *("tokens/s", "MFU", "device hours", "mbs", "V", "interval", "recompute"),
 )
 """Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
 
