@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.simulate.compiled import Numbers, compiled
+from deepspeed_ext.plan.simulate.arrays import Numbers, compiled
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts
 

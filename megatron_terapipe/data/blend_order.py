@@ -17,7 +17,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_ext.plan.simulate.compiled import compiled
+from deepspeed_ext.plan.simulate.arrays import compiled
 from megatron_terapipe.data.file_arrays import IndexCache, with_progress
 
 _BLOCK, _BLOCKS_KEPT = 1 << 18, 4

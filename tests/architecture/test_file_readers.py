@@ -9,7 +9,7 @@ from tests.architecture.sources import CODE, ROOT, python_files
 OWN_READERS = {
     "deepspeed_ext/plan/text_files.py": "the reader itself",
     "deepspeed_ext/plan/draw/html.py": "files of the package",
-    "deepspeed_ext/plan/simulate/compiled.py": "sources of the package",
+    "deepspeed_ext/plan/simulate/arrays.py": "sources of the package",
     "megatron_terapipe/arguments/foreign_flags.py": "a file of the package",
     "megatron_terapipe/checkpoint/directories.py": "the first bytes of `latest` and of the lock",
     "megatron_terapipe/checkpoint/inert_pickles.py": "pickles of other trainers, after a check of their size",

@@ -34,7 +34,10 @@ LIGHT = (
     "pretrain_gpt",
 )
 """Modules, each with all in it."""
-SOLVERS = ("deepspeed_ext.plan.solve", "deepspeed_ext.plan.simulate.compiled")
+SOLVERS = (
+    "deepspeed_ext.plan.solve",
+    *(f"deepspeed_ext.plan.simulate.{name}" for name in ("arrays", "compiled", "loop")),
+)
 """Light packages' modules that compile kernels: imported only where something is solved, or simulated many times."""
 
 

@@ -24,15 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.simulate.compiled import Numbers
-from deepspeed_ext.plan.solve.problem import (
-    FORWARD,
-    INPUT_GRADIENT,
-    RESULTS,
-    ROUNDING,
-    WEIGHT_GRADIENT,
-    SchedulingProblem,
-)
+from deepspeed_ext.plan.simulate.arrays import FORWARD, INPUT_GRADIENT, RESULTS, WEIGHT_GRADIENT, Numbers
+from deepspeed_ext.plan.solve.problem import ROUNDING, SchedulingProblem
 
 
 class _Key(NamedTuple):
@@ -58,7 +51,7 @@ def _duration(problem: SchedulingProblem, key: _Key) -> float:
 def _transfer(problem: SchedulingProblem, result: int, stage: int, unit: int) -> float:
     """Least time that a result of a stage takes to the stage that reads it."""
     tables = problem.tables
-    if tables.channel[result, stage] < 0:
+    if tables.ways.channel[result, stage] < 0:
         return 0.0
     return float(tables.sending[result, stage, unit % problem.shape.num_token_slices] + tables.latency[result, stage])
 
@@ -255,5 +248,5 @@ def _area(problem: SchedulingProblem) -> float:
         else:
             chains[key] = chain
     held = longest * problem.tables.activation * shape.num_micro_batches
-    by_rank = np.bincount(problem.tables.rank_of, held.sum(axis=1), shape.num_ranks)
+    by_rank = np.bincount(problem.tables.ways.rank_of, held.sum(axis=1), shape.num_ranks)
     return float(by_rank.max()) / problem.memory_limit

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.simulate.compiled import Numbers
+from deepspeed_ext.plan.simulate.arrays import Numbers
 from deepspeed_ext.plan.slicing import TokenSlices
 
 NUM_TERMS = 3

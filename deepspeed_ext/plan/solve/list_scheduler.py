@@ -37,19 +37,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.simulate.compiled import Numbers, compiled
-from deepspeed_ext.plan.solve.problem import (
-    ROUNDING,
-    UNKNOWN,
-    DataFlow,
-    NumberedOrders,
-    SchedulingProblem,
-    Tables,
-    available_at,
-    hand_over,
-    peak_of_row,
-    replay_rows,
-)
+from deepspeed_ext.plan.simulate.arrays import NO_COPIES, CopyEvents, DataFlow, Numbers, Tables, compiled
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.simulate.loop import UNKNOWN, available_at, hand_over, replay
+from deepspeed_ext.plan.solve.problem import ROUNDING, SchedulingProblem, peak_of_row
 
 AT_ONCE = -1e300
 """Priority of a weight gradient that must stay with its input gradient."""
@@ -205,8 +196,8 @@ def _held_after(tables: Tables, rank: int, oldest: int, forwards: Numbers) -> fl
     """Activations that a rank holds of the micro-batches after the oldest; none of these has turned back yet."""
     num_token_slices = tables.times.shape[2]
     held = 0.0
-    for model_chunk in range(tables.stages.shape[1]):
-        ahead = forwards[tables.stages[rank, model_chunk]] - (oldest + 1) * num_token_slices
+    for model_chunk in range(tables.ways.stages.shape[1]):
+        ahead = forwards[tables.ways.stages[rank, model_chunk]] - (oldest + 1) * num_token_slices
         if ahead > 0:
             held += (ahead // num_token_slices) * tables.activation.sum()
             held += tables.activation[: ahead % num_token_slices].sum()
@@ -215,7 +206,7 @@ def _held_after(tables: Tables, rank: int, oldest: int, forwards: Numbers) -> fl
 
 @compiled
 def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, patience: float, orders: Numbers) -> float:
-    num_ranks, num_model_chunks = tables.stages.shape
+    num_ranks, num_model_chunks = tables.ways.stages.shape
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
     whole = tables.activation.sum() * num_model_chunks
@@ -242,7 +233,7 @@ def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, pat
                     is_reversed,
                     live_change,
                     tables.activation,
-                    tables.stages,
+                    tables.ways.stages,
                     limit,
                     limit - whole,
                     priorities,
@@ -260,7 +251,7 @@ def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, pat
                 rank = each
         if rank < 0:
             return UNKNOWN
-        kind, stage = next_kind[rank], tables.stages[rank, next_model_chunk[rank]]
+        kind, stage = next_kind[rank], tables.ways.stages[rank, next_model_chunk[rank]]
         token_slice, unit = _place(is_reversed[kind], done[kind, stage], num_token_slices)
         clock[rank] = next_start[rank] + tables.times[kind, stage, token_slice]
         done[kind, stage] += 1
@@ -271,7 +262,7 @@ def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, pat
         if live_change[kind] > 0:
             fewest = num_units
             for model_chunk in range(num_model_chunks):
-                fewest = min(fewest, done[kind, tables.stages[rank, model_chunk]])
+                fewest = min(fewest, done[kind, tables.ways.stages[rank, model_chunk]])
             oldest[rank] = fewest // num_token_slices
             reserved[rank] = _held_after(tables, rank, oldest[rank], done[kind])
         result = flow.gives[kind]
@@ -289,8 +280,8 @@ MEAN_DISTANCE = 3.0
 
 
 def anneal(
-    problem: SchedulingProblem, orders: NumberedOrders, num_moves: int, seed: int
-) -> tuple[float, NumberedOrders]:
+    problem: SchedulingProblem, orders: CompiledOrders, num_moves: int, seed: int
+) -> tuple[float, CompiledOrders]:
     """Better orders, or the same.
 
     Args:
@@ -301,6 +292,7 @@ def anneal(
     makespan = _anneal(
         problem.tables,
         problem.flow,
+        NO_COPIES,
         problem.memory_limit + ROUNDING,
         orders.rows.copy(),
         orders.lengths,
@@ -308,7 +300,7 @@ def anneal(
         num_moves,
         seed,
     )
-    return makespan, NumberedOrders(best, orders.lengths)
+    return makespan, CompiledOrders(problem.shape, best, orders.lengths)
 
 
 @compiled
@@ -353,7 +345,7 @@ def _critical_path(
             for kind in range(len(gives)):
                 if gives[kind] == result and places[kind, stage, unit] >= 0:
                     position = places[kind, stage, unit]
-            rank = tables.rank_of[stage]
+            rank = tables.ways.rank_of[stage]
         elif follows:
             position -= 1
         else:
@@ -414,6 +406,7 @@ def _copy(rows: Numbers, best: Numbers) -> None:
 def _anneal(
     tables: Tables,
     flow: DataFlow,
+    copies: CopyEvents,
     limit: float,
     rows: Numbers,
     lengths: Numbers,
@@ -431,7 +424,7 @@ def _anneal(
         for position in range(lengths[rank]):
             op = rows[rank, position]
             places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = position
-    shortest = makespan = replay_rows(tables, flow, rows, lengths, starts, ends, ready)
+    shortest = makespan = replay(tables, flow, rows, lengths, starts, ends, ready, copies, copies.copying)
     _copy(rows, best)
     path = np.zeros((rows.size, 2), np.int64)
     length = _critical_path(tables, flow, rows, lengths, starts, ends, ready, places, path)
@@ -449,7 +442,7 @@ def _anneal(
         _move(rows[rank], position, target)
         changed = UNKNOWN
         if peak_of_row(tables, flow.live_change, rows[rank], lengths[rank]) <= limit:
-            changed = replay_rows(tables, flow, rows, lengths, starts, ends, ready)
+            changed = replay(tables, flow, rows, lengths, starts, ends, ready, copies, copies.copying)
         if changed > makespan - temperature * np.log(1 - np.random.random()):
             _move(rows[rank], target, position)
             continue

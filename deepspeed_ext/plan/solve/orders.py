@@ -38,18 +38,11 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, parts
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
-from deepspeed_ext.plan.simulate.compiled import CompiledOrders, Numbers
+from deepspeed_ext.plan.simulate.arrays import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Numbers
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, anneal, list_schedule
-from deepspeed_ext.plan.solve.problem import (
-    BACKWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    NumberedOrders,
-    SchedulingProblem,
-    keeps_limit,
-    replay,
-)
+from deepspeed_ext.plan.solve.problem import SchedulingProblem, keeps_limit, replay
 from deepspeed_ext.plan.terminal import Progress, no_progress, part_of
 
 __all__ = ["OptimisedSchedule", "optimise"]
@@ -127,20 +120,19 @@ def optimise(
     _, start = min([*_fixed_schedules(problem), _searched(problem, effort, seed, progress)], key=itemgetter(0))
     num_moves = max(int(effort * MOVED_OPS / problem.num_ops), FEWEST_MOVES)
     _, orders = anneal(problem, start, num_moves, seed)
-    named = problem.named(merged(problem, orders).to_list())
-    compiled = CompiledOrders.of(named, shape)
-    simulated = compiled.simulate(costs)
+    orders = merged(problem, orders)
+    simulated = orders.simulate(costs)
     return OptimisedSchedule(
         shape,
-        named,
+        tuple(map(tuple, orders.orders)),
         simulated.makespan,
         simulated.bubble_ratio,
         problem,
-        compiled.peak_activation(problem.lengths),
+        orders.peak_activation(problem.lengths),
     )
 
 
-_Candidate = tuple[float, NumberedOrders]
+_Candidate = tuple[float, CompiledOrders]
 """Orders after their makespan."""
 
 
@@ -157,7 +149,7 @@ def _fixed_schedules(problem: SchedulingProblem) -> list[_Candidate]:
             orders = [[part for op in order for part in parts(op)] for order in orders]
         elif any(op.kind is OpKind.WEIGHT_GRADIENT for order in orders for op in order):
             continue
-        numbered = NumberedOrders.of(problem.numbered(orders))
+        numbered = CompiledOrders.of(orders, problem.shape)
         if keeps_limit(problem, numbered):
             candidates.append((replay(problem, numbered), numbered))
     return candidates
@@ -169,7 +161,7 @@ def _searched(problem: SchedulingProblem, effort: float, seed: int, progress: Pr
     num_rules = int(BY_RULES * num_schedules)
     rule = search_rules(problem, num_rules, seed, progress=part_of(progress, 0.0, TILL_RULES))[0]
     makespan, rows = _nudged(problem, rule, num_schedules - num_rules, seed, part_of(progress, TILL_RULES, TILL_NUDGES))
-    orders = NumberedOrders.of(list(rows))
+    orders = CompiledOrders.of_numbers(list(rows), problem.shape)
     return makespan, orders if problem.is_split else merged(problem, orders)
 
 
@@ -225,19 +217,18 @@ def search_rules(
     return [rule for *_, rule in elite]
 
 
-def merged(problem: SchedulingProblem, orders: NumberedOrders) -> NumberedOrders:
+def merged(problem: SchedulingProblem, orders: CompiledOrders) -> CompiledOrders:
     """Return the orders with input and weight gradients joined into whole backwards, as many as keep the makespan.
 
     A whole backward keeps fewer tensors alive and starts fewer kernels, but gives its input gradient only at its end.
     Neighbours are tried by the block: all of a rank at once, then either half of a block that would cost time.
     """
     per_kind = problem.shape.num_stages * problem.num_units
-    rows = orders.to_list()
+    rows = orders.numbers()
     pairs = [_pairs(row, per_kind) for row in rows]
     if not problem.is_split:
-        return NumberedOrders.of(
-            [_joined(row, positions, per_kind) for row, positions in zip(rows, pairs, strict=True)]
-        )
+        joined = [_joined(row, positions, per_kind) for row, positions in zip(rows, pairs, strict=True)]
+        return CompiledOrders.of_numbers(joined, problem.shape)
     longest = replay(problem, orders) * (1 + MERGE_SLACK)
     replays_left = max(int(MERGED_OPS / problem.num_ops), FEWEST_REPLAYS)
     for rank, positions in enumerate(pairs):
@@ -250,12 +241,12 @@ def merged(problem: SchedulingProblem, orders: NumberedOrders) -> NumberedOrders
             replays_left -= 1
             candidate = np.concatenate([accepted, block])
             trial = [*rows[:rank], _joined(rows[rank], candidate, per_kind), *rows[rank + 1 :]]
-            if replay(problem, NumberedOrders.of(trial)) <= longest:
+            if replay(problem, CompiledOrders.of_numbers(trial, problem.shape)) <= longest:
                 accepted = candidate
             elif len(block) > 1:
                 blocks += [block[len(block) // 2 :], block[: len(block) // 2]]
         rows[rank] = _joined(rows[rank], accepted, per_kind)
-    return NumberedOrders.of(rows)
+    return CompiledOrders.of_numbers(rows, problem.shape)
 
 
 def _pairs(row: Numbers, per_kind: int) -> Numbers:

@@ -26,13 +26,13 @@ from deepspeed_ext.plan.costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import Schedule, rank_orders
+from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts, bounds_of, op_costs
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, list_schedule
 from deepspeed_ext.plan.solve.orders import search_rules
-from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, peaks, replay
+from deepspeed_ext.plan.solve.problem import SchedulingProblem, peaks, replay
 from deepspeed_ext.plan.terminal import Progress, no_progress, part_of
 
 PANEL = 4
@@ -102,7 +102,7 @@ class FixedSchedule(_Evaluation):
     ) -> None:
         super().__init__(shape, token_slice_costs, **more)
         problem = self.problem(self._equal)
-        self._orders = NumberedOrders.of(problem.numbered(rank_orders(schedule, shape)))
+        self._orders = CompiledOrders.of_schedule(schedule, shape)
         if replay(problem, self._orders) == inf:
             raise PlanError("the schedule deadlocks, whatever the token slices: simulate it to see which ops wait")
 

@@ -17,7 +17,7 @@ from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, resul
 from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
-from deepspeed_ext.plan.simulate.compiled import KINDS, OpColumns
+from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
 from megatron_terapipe.config.flops import (
     LOG_SUM_EXP_BYTES,
     expanded_channels,

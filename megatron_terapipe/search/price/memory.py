@@ -17,7 +17,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED
-from deepspeed_ext.plan.simulate.compiled import OpColumns
+from deepspeed_ext.plan.simulate.arrays import OpColumns
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, OPERAND_BYTES, Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE

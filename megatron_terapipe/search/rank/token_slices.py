@@ -25,7 +25,7 @@ from deepspeed_ext.plan.costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, memory_of_1f1b, schedule_named
-from deepspeed_ext.plan.simulate.compiled import Numbers
+from deepspeed_ext.plan.simulate.arrays import Numbers
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts, bounds_of
 from deepspeed_ext.plan.solve.token_slices import CutEvaluation, FixedSchedule, OptimisedOrders, search_cuts

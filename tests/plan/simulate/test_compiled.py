@@ -15,9 +15,10 @@ from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import forward_order
-from deepspeed_ext.plan.simulate import compiled as module
+from deepspeed_ext.plan.simulate import arrays as module
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.simulate.compiled import COMPILING, CompiledOrders, cache_folder, compiled, simulate_ops
+from deepspeed_ext.plan.simulate.arrays import COMPILING, cache_folder, compiled, empty_results
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.plan.simulate.test_simulate import ops
 from tests.strategies import costs_with_links, orders_of_pipelines
 
@@ -96,7 +97,7 @@ def test_machine_code_is_cached_outside_of_the_package(
     before = numba.config.CACHE_DIR
     cache_folder.cache_clear()
     try:
-        found = compiled(simulate_ops).stats.cache_path
+        found = compiled(empty_results).stats.cache_path
     finally:
         cache_folder.cache_clear()
     assert numba.config.CACHE_DIR == before
@@ -106,7 +107,7 @@ def test_machine_code_is_cached_outside_of_the_package(
 def test_the_first_compilation_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
     def compile_twice() -> None:
         for _ in range(2):
-            with event.trigger_event("numba:compile", data={"dispatcher": compiled(simulate_ops)}):
+            with event.trigger_event("numba:compile", data={"dispatcher": compiled(empty_results)}):
                 pass
 
     compile_twice()

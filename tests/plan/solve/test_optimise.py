@@ -14,10 +14,11 @@ from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, simulate
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import anneal, list_schedule
 from deepspeed_ext.plan.solve.orders import merged, optimise
-from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, peaks, replay
+from deepspeed_ext.plan.solve.problem import SchedulingProblem, keeps_limit, peaks, replay
 from tests.strategies import shapes
 
 QUICK = 1e-3
@@ -102,7 +103,7 @@ def test_annealing_and_merging_never_lengthen_an_order(problem, seed):
     # Parts of backwards are neighbours wherever they can, so that some can be merged.
     priorities[2] = -1.0
     _, rows = list_schedule(problem, priorities, 0.0)
-    orders = NumberedOrders.of(list(rows))
+    orders = CompiledOrders.of_numbers(list(rows), problem.shape)
     makespan, annealed = anneal(problem, orders, 100, seed)
     assert makespan <= replay(problem, orders)
     assert replay(problem, annealed) == makespan
@@ -115,19 +116,19 @@ def test_annealing_and_merging_never_lengthen_an_order(problem, seed):
 def test_annealing_repairs_one_op_out_of_place():
     shape = PipelineShape(4, 4, 1)
     problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
-    rows = problem.numbered(rank_orders(one_f_one_b, shape))
-    best = replay(problem, NumberedOrders.of(rows))
+    rows = CompiledOrders.of_schedule(one_f_one_b, shape).numbers()
+    best = replay(problem, CompiledOrders.of_numbers(rows, shape))
     # The second forward of the last rank goes before its first backward, for which all others wait.
     rows[-1][[1, 2]] = rows[-1][[2, 1]]
-    assert replay(problem, NumberedOrders.of(rows)) > best
-    assert anneal(problem, NumberedOrders.of(rows), 500, 0)[0] <= best
+    assert replay(problem, CompiledOrders.of_numbers(rows, shape)) > best
+    assert anneal(problem, CompiledOrders.of_numbers(rows, shape), 500, 0)[0] <= best
 
 
 def test_neighbouring_parts_become_whole_where_no_rank_waits():
     shape = PipelineShape(2, 1, 1)
     problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
-    rows = problem.numbered(rank_orders(zero_bubble, shape))
-    first, last = problem.named(merged(problem, NumberedOrders.of(rows)).to_list())
+    rows = CompiledOrders.of_schedule(zero_bubble, shape).numbers()
+    first, last = merged(problem, CompiledOrders.of_numbers(rows, shape)).orders
     assert [op.kind for op in first] == [OpKind.FORWARD, OpKind.BACKWARD]
     assert [op.kind for op in last] == [OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT]
 
@@ -136,7 +137,7 @@ def test_neighbouring_parts_become_whole_where_no_rank_waits():
 @settings(max_examples=100, deadline=None)
 def test_any_priorities_give_complete_orders_within_the_limit(problem, seed, patience):
     makespan, rows = list_schedule(problem, drawn(problem, seed), patience)
-    orders = problem.named(list(rows))
+    orders = CompiledOrders.of_numbers(list(rows), problem.shape).orders
     check_complete(orders, problem.shape)
     timeline = simulate(orders, problem.shape, problem.costs)
     assert max(peak_activation(timeline, problem.lengths)) <= problem.memory_limit + 1e-9
@@ -149,8 +150,8 @@ def test_any_priorities_give_complete_orders_within_the_limit(problem, seed, pat
 @settings(max_examples=50, deadline=None)
 def test_a_replay_equals_the_simulator(problem, seed):
     _, rows = list_schedule(problem, drawn(problem, seed), 0.0)
-    orders = NumberedOrders.of(list(rows))
-    timeline = simulate(problem.named(list(rows)), problem.shape, problem.costs)
+    orders = CompiledOrders.of_numbers(list(rows), problem.shape)
+    timeline = simulate(CompiledOrders.of_numbers(list(rows), problem.shape).orders, problem.shape, problem.costs)
     assert replay(problem, orders) == timeline.end
     expected = peak_activation(timeline, problem.lengths)
     assert np.allclose(peaks(problem, orders), expected, rtol=0, atol=1e-12)
@@ -174,7 +175,7 @@ def shortest(problem):
         return np.array(ops)
 
     rows = [[row(merge, stage) for merge in merges] for stage in range(problem.shape.num_stages)]
-    candidates = (NumberedOrders.of([first, second]) for first in rows[0] for second in rows[1])
+    candidates = (CompiledOrders.of_numbers([first, second], problem.shape) for first in rows[0] for second in rows[1])
     return min(replay(problem, orders) for orders in candidates if keeps_limit(problem, orders))
 
 
