@@ -65,7 +65,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops, latent_expansion_weights
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.inference import WholeModel
-from megatron_terapipe.model.latent_attention import LatentAttention
+from megatron_terapipe.model.attention import LatentAttention
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.training.run import peak_tflops_here
 

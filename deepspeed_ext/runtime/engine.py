@@ -83,14 +83,8 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         self._name_groups()
         replicas, tensor_ranks = grid.get_data_parallel_group(), grid.get_slice_parallel_group()
         self._data = MicroBatchReader(self._next_batch)
-        self._loss = BatchLoss(
-            next(module.parameters()),
-            shape=module.loss_shape,
-            copies=replicas,
-            sequence_ranks=module.sequence_ranks,
-            pipeline=grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
-            source=grid.stage_to_global(module.pipeline.rank_of(module.pipeline.last_stage)),
-        )
+        last_rank = module.pipeline.rank_of(module.pipeline.last_stage)
+        self._loss = BatchLoss(next(module.parameters()), module.loss_shape, grid, last_rank, module.sequence_ranks)
         self._tallies = Tallies(
             module.numbered_layers(),
             self.device,

@@ -271,25 +271,19 @@ class BatchLoss:
 
     Args:
         like: a tensor of the type and device of the loss.
-        copies: ranks with the same weights: the sequence-parallel ranks of all replicas.
-        pipeline: ranks of the pipeline; None with one stage.
-        source: global rank of this pipeline's last stage.
         shape: of the loss: [], or [K] for several that are reported apart.
+        last_rank: pipeline rank of the last stage.
     """
 
     def __init__(
-        self,
-        like: Tensor,
-        *,
-        shape: tuple[int, ...] = (),
-        copies: dist.ProcessGroup,
-        sequence_ranks: SequenceParallelRanks,
-        pipeline: dist.ProcessGroup | None,
-        source: int,
+        self, like: Tensor, shape: tuple[int, ...], grid: Any, last_rank: int, sequence_ranks: SequenceParallelRanks
     ) -> None:
-        self._like, self._copies, self._sequence_ranks = like, copies, sequence_ranks
-        self._pipeline, self._source, self._shape = pipeline, source, shape
-        self._computes = source == dist.get_rank()
+        self._like, self._shape, self._sequence_ranks = like, shape, sequence_ranks
+        self._copies = grid.get_data_parallel_group()
+        """Ranks with the same weights: the sequence-parallel ranks of all replicas."""
+        self._pipeline = grid.get_pipe_parallel_group() if grid.pipe_parallel_size > 1 else None
+        self._source = grid.stage_to_global(last_rank)
+        self._computes = grid.stage_id == last_rank
         """Whether this rank has the last stage."""
         self.begin()
 

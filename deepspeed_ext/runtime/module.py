@@ -25,10 +25,9 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.slicing import TokenSlices, parts_of_rank
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.channels import MessageSpec
-from deepspeed_ext.runtime.data_entries import DataEntries, ForwardArguments
 from deepspeed_ext.runtime.first_batch_checks import StageLayer
 from deepspeed_ext.runtime.live_batch import CountLossTokens, CutByDocuments
-from deepspeed_ext.runtime.micro_batch import SplitBatch, split_along_sequence
+from deepspeed_ext.runtime.micro_batch import DataEntries, ForwardArguments, SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import (

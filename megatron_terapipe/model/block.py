@@ -9,9 +9,8 @@ from deepspeed_ext.runtime.state.sequence_state import Past
 from deepspeed_ext.runtime.topology import ExpertParallelRanks
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
-from megatron_terapipe.model.attention import SelfAttention
+from megatron_terapipe.model.attention import LatentAttention, SelfAttention
 from megatron_terapipe.model.experts import ExpertLayer
-from megatron_terapipe.model.latent_attention import LatentAttention
 from megatron_terapipe.model.mlp import MLP
 from megatron_terapipe.model.norm import NORMS, Sum
 from megatron_terapipe.model.recurrence import RecurrentMixer

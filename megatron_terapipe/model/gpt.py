@@ -1,4 +1,16 @@
-"""GPT as a list of pipeline layers, and its loss."""
+"""GPT as a list of pipeline layers, and its loss.
+
+Layers that predict further tokens may follow (multi-token prediction: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv
+2412.19437 section 2.2, equations 21 to 25). Depth 0 is the model; depth k reads of a token t the output of depth k - 1
+after its last norm, and the k-th token after t, which is a label:
+
+    output of depth k - 1 --norm--.
+                                   >-- product 2h -> h -- transformer layer -- norm --> output --> logits of t + k + 1
+    embedding of t + k     --norm--'
+
+Word embedding and output layer are the model's. All of it is on the stage of the output layer, whose `Logits` each
+depth takes over with another hidden state; the embedding is a tied layer. So a token slice needs nothing of later ones.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,16 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
+from deepspeed_ext.runtime.state.sequence_state import Past
 from deepspeed_ext.runtime.topology import ExpertParallelRanks, SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, BlockShape, output_layer, prediction_layers
 from megatron_terapipe.config.rotation import rotation_of
-from megatron_terapipe.model.block import TransformerBlock
+from megatron_terapipe.model.block import DropoutSite, TransformerBlock, residual_dropout
 from megatron_terapipe.model.embedding import (
     FirstVocabularyPart,
     OutputLayer,
@@ -25,11 +38,11 @@ from megatron_terapipe.model.embedding import (
     WordEmbedding,
     tied_logits,
 )
+from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.norm import NORMS
-from megatron_terapipe.model.prediction import PredictionLayer, further_words
 from megatron_terapipe.model.rotary import RotaryTable
-from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks, linear
 
 
 class ModelRanks(NamedTuple):
@@ -41,6 +54,55 @@ class ModelRanks(NamedTuple):
     """Ranks with some of its experts each."""
     sequence: SequenceParallelRanks
     """Ranks with parts of the tokens of every token slice."""
+
+
+class Predictions(NamedTuple):
+    """Output of the layers that predict further tokens, for one token slice."""
+
+    logits: tuple[Logits, ...]
+    """Of each depth so far."""
+    words: tuple[Tensor, ...]
+    """[B, n, hidden], the embeddings of the tokens that later depths read."""
+
+    def compute(self) -> Tensor:
+        """This rank's logits of the next token, [B, N, V / size]."""
+        return self.logits[0].compute()
+
+
+def further_words(embedding: WordEmbedding, logits: Logits, labels: Tensor) -> Predictions:
+    """Embed the tokens that each depth reads.
+
+    Args:
+        labels: [B, N, 1 + D], for each depth the token that it predicts, which the next depth reads.
+    """
+    return Predictions((logits,), tuple(embedding(read) for read in labels.unbind(-1)[:-1]))
+
+
+class PredictionLayer(nn.Module):
+    """One depth. Tensor-parallel ranks have its norms and the product before its transformer layer whole.
+
+    Args:
+        more: arguments of the transformer layer.
+    """
+
+    def __init__(self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks, **more: Any) -> None:
+        super().__init__()
+        norm, hidden = NORMS[model.normalization], model.hidden_size
+        self.ranks, self.dropout = ranks, model.hidden_dropout
+        self.words_norm, self.hidden_norm = norm(model, ranks), norm(model, ranks)
+        self.projection = ranks.whole(hidden, 2 * hidden, initialize=normal(model.init_method_std))
+        """[h, 2h]: the columns of the embedded word first."""
+        self.block = TransformerBlock(model, block, ranks, **more)
+        self.final_norm = norm(model, ranks)
+
+    def forward(self, before: Predictions, past: Past) -> Predictions:
+        """Add the logits of this depth."""
+        last, (words, *later) = before.logits[-1], before.words
+        dropout = self.dropout if self.training else 0.0
+        words = residual_dropout(words, dropout, DropoutSite.EMBEDDING, past, self.ranks)
+        joined = torch.cat((self.words_norm(words), self.hidden_norm(last.hidden)), dim=-1)
+        hidden = self.final_norm(self.block(linear(joined, self.projection), past))
+        return Predictions((*before.logits, last.of(hidden)), tuple(later))
 
 
 def gpt_layers(
@@ -154,3 +216,14 @@ def gpt_loss(logits: Logits | VocabularySums | Tensor, labels: tuple[Tensor, Ten
         losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view_as(loss_mask)
     mask = loss_mask.to(losses.dtype)
     return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+
+def prediction_losses(predictions: Predictions, labels: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the weighed sum of the cross-entropies of each depth, [1 + D].
+
+    Args:
+        labels: the token that each depth predicts, and the weight of its loss, each [B, N, 1 + D].
+    """
+    each = zip(predictions.logits, *(part.unbind(-1) for part in labels), strict=True)
+    losses = ((logits.cross_entropy(targets), weights) for logits, targets, weights in each)
+    return torch.stack([(loss * weights.to(loss.dtype)).sum() for loss, weights in losses])

@@ -31,9 +31,8 @@ from megatron_terapipe.checkpoint.agreement import agreed
 from megatron_terapipe.checkpoint.restore import damage_in_one_line, load_checkpoint, saved_run
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, LayersError, NumbersError
-from megatron_terapipe.model.gpt import ModelRanks, gpt_loss, pipeline_partition
+from megatron_terapipe.model.gpt import ModelRanks, Predictions, gpt_loss, pipeline_partition, prediction_losses
 from megatron_terapipe.model.logits import Logits
-from megatron_terapipe.model.prediction import Predictions, prediction_losses
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.training.end_of_run import LostRank, keep_traceback, remedy
 from megatron_terapipe.training.first_rank import rendezvous_error

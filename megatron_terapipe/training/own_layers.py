@@ -12,9 +12,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
-from deepspeed_ext.runtime.data_entries import ForwardArguments
 from deepspeed_ext.runtime.first_batch_checks import TOLERANCES
-from deepspeed_ext.runtime.micro_batch import map_tensors, tensors_in
+from deepspeed_ext.runtime.micro_batch import ForwardArguments, map_tensors, tensors_in
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import is_of_experts
 from megatron_terapipe.checkpoint.info import EXPERTS

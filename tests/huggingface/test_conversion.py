@@ -24,8 +24,7 @@ from megatron_terapipe.huggingface.folder_weights import meta_layer, rules_of
 from megatron_terapipe.huggingface.mxfp4 import dequantized
 from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.inference import WholeModel
-from megatron_terapipe.model.gpt import layers_with_weights
-from megatron_terapipe.model.prediction import further_words
+from megatron_terapipe.model.gpt import further_words, layers_with_weights
 from tests.huggingface.models import COMMON, GEMMA2, MODELS, logits, save, whole_model
 
 transformers = pytest.importorskip("transformers")

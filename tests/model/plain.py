@@ -15,9 +15,8 @@ from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.config.rotation import Rotation, rotation_of
-from megatron_terapipe.model.attention import SelfAttention
+from megatron_terapipe.model.attention import LatentAttention, SelfAttention
 from megatron_terapipe.model.block import TransformerBlock
-from megatron_terapipe.model.latent_attention import LatentAttention
 from megatron_terapipe.model.mlp import MLP
 from megatron_terapipe.model.recurrence import RecurrentMixer
 

@@ -16,8 +16,8 @@ from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.layers import BlockShape, LatentSizes
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.expert_dispatch import Pairs
+from megatron_terapipe.model.gpt import PredictionLayer, Predictions
 from megatron_terapipe.model.logits import LiveLogits, Logits
-from megatron_terapipe.model.prediction import PredictionLayer, Predictions
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory

@@ -15,7 +15,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import latent_attention
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
-from megatron_terapipe.model.latent_attention import LatentAttention
+from megatron_terapipe.model.attention import LatentAttention
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import MODELS, SEQ
 from tests.model.plain import hidden_state, in_token_slices, random_weights

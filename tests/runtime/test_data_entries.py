@@ -8,7 +8,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.data_entries import DataEntries, ForwardArguments
+from deepspeed_ext.runtime.micro_batch import DataEntries, ForwardArguments
 from deepspeed_ext.runtime.state.sequence_state import Past
 from tests.runtime import models
 from tests.runtime.test_dict_batches import Gate, Start, weighted_loss

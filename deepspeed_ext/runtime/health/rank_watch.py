@@ -184,9 +184,6 @@ class _SignsOfLife:
         return " and ".join(silent)
 
 
-ENDS_WITHIN_S = 30.0
-"""Seconds after the death of a rank or a launcher in which all others end."""
-
 _PATIENCE_S = 8.0
 """Seconds for a rank to end by itself, as by an error of its communication, before its process is ended."""
 
