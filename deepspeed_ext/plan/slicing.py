@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import sqrt
 
 from deepspeed_ext.plan.errors import PlanError
 
@@ -84,65 +83,37 @@ class TokenSlices:
 
     @classmethod
     def balanced(
-        cls,
-        seq_length: int,
-        num_token_slices: int,
-        *,
-        linear_cost: float,
-        attention_cost: float,
-        granularity: int = 1,
+        cls, seq_length: int, num_token_slices: int, attention_share: float, *, granularity: int = 1
     ) -> "TokenSlices":
-        """Cut so that every token slice costs the same, up to `granularity` tokens.
+        """Cut so that every token slice costs the same, where attention is a share of the cost of a whole sequence.
 
-        A token at position x costs `linear_cost + attention_cost * x`: its matrix products, and its attention to
-        the x tokens before it. The first e tokens then cost a*e + b*e^2/2, and cut j of S is where that is j/S
-        of the whole (the closed form of Seq1F1B's quadratic, arXiv 2406.03488 section 3.3).
-
-        Args:
-            linear_cost: cost of a token whatever its position, in any unit.
-            attention_cost: cost per token of prefix, in the same unit.
-            granularity: cut at multiples of this, as kernels that work in tiles like it.
+        A token costs its matrix products, and its attention to all tokens before it: of N tokens, with a share rho, the
+        first e cost (1 - rho) e + rho e^2 / N (the quadratic of Seq1F1B, arXiv 2406.03488 section 3.3).
         """
-        if linear_cost < 0 or attention_cost < 0 or linear_cost + attention_cost == 0:
-            raise PlanError(f"costs {linear_cost}, {attention_cost} of a token must be positive")
-        total = linear_cost * seq_length + attention_cost * seq_length**2 / 2
 
-        def end(share: float) -> float:
-            # The stable root of a*e + b*e^2/2 = cost; it also holds for b = 0.
-            return 2 * share * total / (linear_cost + sqrt(linear_cost**2 + 2 * attention_cost * share * total))
+        def cost(tokens: float) -> float:
+            return (1 - attention_share) * tokens + attention_share * tokens * tokens / seq_length
 
-        return cls._at(end, seq_length, num_token_slices, granularity)
+        return cls.of_equal_cost(seq_length, num_token_slices, cost, granularity=granularity)
 
     @classmethod
     def of_equal_cost(
         cls, seq_length: int, num_token_slices: int, cost: Callable[[float], float], *, granularity: int = 1
     ) -> "TokenSlices":
-        """Cut so that every token slice costs the same, up to `granularity` tokens, whatever tokens cost.
+        """Cut where shares j/S of the whole cost end, at the nearest multiples that leave every token slice one.
 
         Args:
             cost: of the first tokens, given their number, which need not be whole; grows with it.
+            granularity: cut at multiples of this, as kernels that work in tiles like it.
         """
-        whole = cost(seq_length)
-
-        def end(share: float) -> float:
-            low, high = 0.0, float(seq_length)
+        _check_count(seq_length, num_token_slices, granularity)
+        whole, ends = cost(seq_length), [0]
+        for index in range(1, num_token_slices):
+            share, low, high = index / num_token_slices, 0.0, float(seq_length)
             while low < (middle := (low + high) / 2) < high:
                 low, high = (middle, high) if cost(middle) < share * whole else (low, middle)
-            return high
-
-        return cls._at(end, seq_length, num_token_slices, granularity)
-
-    @classmethod
-    def _at(
-        cls, end: Callable[[float], float], seq_length: int, num_token_slices: int, granularity: int
-    ) -> "TokenSlices":
-        """Cut where shares j/S of the whole cost end, at the nearest multiples that leave every token slice one."""
-        _check_count(seq_length, num_token_slices, granularity)
-        ends = [0]
-        for index in range(1, num_token_slices):
             room_left = (seq_length // granularity - (num_token_slices - index)) * granularity
-            nearest = round(end(index / num_token_slices) / granularity) * granularity
-            ends.append(min(max(nearest, ends[-1] + granularity), room_left))
+            ends.append(min(max(round(high / granularity) * granularity, ends[-1] + granularity), room_left))
         return cls(tuple(end - start for start, end in pairwise([*ends, seq_length])))
 
 

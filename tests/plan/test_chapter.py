@@ -67,9 +67,7 @@ def test_the_table_of_bubbles(attention_share: float) -> None:
     (row,) = re.findall(rf"^\| {attention_share} \| (.*) \|$", CHAPTER, re.MULTILINE)
     said = [float(cell.strip(" *%")) / 100 for cell in row.split("|")]
     shape = PipelineShape(8, 8, 8)
-    balanced = TokenSlices.balanced(
-        2**20, 8, linear_cost=1 - attention_share, attention_cost=2 * attention_share / 2**20
-    )
+    balanced = TokenSlices.balanced(2**20, 8, attention_share)
     found = [
         simulate(
             rank_orders(schedule_named(name), shape), shape, attention_costs(shape, lengths, attention_share)

@@ -130,8 +130,7 @@ REFUSED: list[Row] = [
     *rows("are not whole numbers with commas", TokenSlices.parse, "", "1,,2", "1.5"),
     *rows("each of at least one token", TokenSlices, (), (0,), (4, -1)),
     *rows("give between 1 and 4 token slices", partial(TokenSlices.uniform, 4), 0, 5),
-    ("give between 1 and 4 token slices", lambda: TokenSlices.balanced(4, 5, linear_cost=1, attention_cost=1)),
-    ("must be positive", lambda: TokenSlices.balanced(8, 2, linear_cost=-1, attention_cost=1)),
+    ("give between 1 and 4 token slices", lambda: TokenSlices.balanced(4, 5, 0.5)),
     ("must be positive", lambda: DocumentCuts(seq_length=8, num_token_slices=2, linear_cost=0, attention_costs={})),
     ("token slice 1 of 8,6,5 has 6 tokens, which 4", lambda: parts_of_rank(TokenSlices((8, 6, 5)), 0, 4)),
     # Costs

@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from itertools import pairwise
+from math import sqrt
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -25,20 +26,19 @@ def test_bounds_are_contiguous_and_prefixes_are_the_tokens_before(cut):
 
 def test_balanced_by_hand():
     # Only attention: the first e of 100 tokens cost e^2, so the cuts are at 100 * sqrt(j / 4).
-    assert TokenSlices.balanced(100, 4, linear_cost=0, attention_cost=1).lengths == (50, 21, 16, 13)
-    assert TokenSlices.balanced(100, 4, linear_cost=1, attention_cost=0).lengths == (25, 25, 25, 25)
+    assert TokenSlices.balanced(100, 4, 1.0).lengths == (50, 21, 16, 13)
+    assert TokenSlices.balanced(100, 4, 0.0).lengths == (25, 25, 25, 25)
 
 
-@given(st.integers(1, 12), st.integers(200, 5000), weights, weights)
-def test_balanced_costs_are_equal_within_a_token(num_token_slices, seq_length, linear_cost, attention_cost):
-    assume(linear_cost + attention_cost > 0)
-    cut = TokenSlices.balanced(seq_length, num_token_slices, linear_cost=linear_cost, attention_cost=attention_cost)
+@given(st.integers(1, 12), st.integers(200, 5000), st.fractions(0, 1))
+def test_balanced_costs_are_equal_within_a_token(num_token_slices, seq_length, share):
+    cut = TokenSlices.balanced(seq_length, num_token_slices, float(share))
 
     def cost(end):
-        return linear_cost * end + Fraction(attention_cost * end * end, 2)
+        return (1 - share) * end + share * Fraction(end * end, seq_length)
 
     target = cost(seq_length) / num_token_slices
-    dearest_token = linear_cost + attention_cost * seq_length
+    dearest_token = 1 - share + 2 * share
     # Either end of a token slice is off by at most half a token from where real numbers would have it.
     assert all(abs(cost(end) - cost(start) - target) <= dearest_token for start, end in cut.bounds())
 
@@ -49,10 +49,13 @@ def test_equal_costs_are_those_of_the_closed_form(num_token_slices, seq_length, 
     cut = TokenSlices.of_equal_cost(
         seq_length, num_token_slices, lambda tokens: linear_cost * tokens + attention_cost * tokens * tokens / 2
     )
-    closed = TokenSlices.balanced(seq_length, num_token_slices, linear_cost=linear_cost, attention_cost=attention_cost)
-    ends, expected = ([end for _, end in each.bounds()] for each in (cut, closed))
-    # Where a real number is between two tokens, rounding may go either way.
-    assert all(abs(end - other) <= 1 for end, other in zip(ends, expected, strict=True))
+    total = linear_cost * seq_length + attention_cost * seq_length**2 / 2
+    for index, (end, _) in enumerate([*cut.bounds()][1:], start=1):
+        # The stable root of a e + b e^2 / 2 = cost; it also holds for b = 0.
+        spent = index / num_token_slices * total
+        root = 2 * spent / (linear_cost + sqrt(linear_cost**2 + 2 * attention_cost * spent))
+        # Where a real number is between two tokens, rounding may go either way.
+        assert abs(end - root) <= 0.5 + 1e-6
 
 
 def test_equal_costs_may_have_a_bend():

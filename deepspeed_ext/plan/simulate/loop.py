@@ -15,7 +15,7 @@ UNKNOWN = 1e300
 """Time of results that have not been scheduled yet."""
 
 
-def _inlined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def inlined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Compile a function into its callers: a call would count references to all arrays of its `Tables`."""
     return njit(inline="always")(function)
 
@@ -37,7 +37,7 @@ def available_at(reads: Numbers, place: int, token_slice: int, unit: int, ready:
     return time
 
 
-@_inlined
+@inlined
 def hand_over(tables: Tables, result: int, stage: int, token_slice: int, unit: int, end: float, ready: Numbers) -> int:
     """Bring a result to the stage that reads it, as `simulate.simulate` does; return that stage's rank, or -1.
 
@@ -61,7 +61,7 @@ def hand_over(tables: Tables, result: int, stage: int, token_slice: int, unit: i
     return int(tables.ways.rank_of[reader])
 
 
-@_inlined
+@inlined
 def _post(copies: CopyEvents, op: int, lane: int, time: float, free: Numbers, copied: Numbers) -> float:
     """Post the host copies with a place after an op, and return when its rank continues: a drop waits for its copy."""
     num_copies = len(copies.copying) // 2

@@ -145,13 +145,7 @@ class CutGrid:
     def balanced(self, num_token_slices: int, attention: float) -> TokenSlices:
         """Cut so that all cost the same if attention is this share of the sequence's cost, as near as lengths allow."""
         self.check_count(num_token_slices)
-        near = TokenSlices.balanced(
-            self.seq_length,
-            num_token_slices,
-            linear_cost=1 - attention,
-            attention_cost=2 * attention / self.seq_length,
-            granularity=self.granularity,
-        )
+        near = TokenSlices.balanced(self.seq_length, num_token_slices, attention, granularity=self.granularity)
         lengths = list(near.lengths)
         while min(lengths) < self.min_length:
             short = min(range(len(lengths)), key=lengths.__getitem__)

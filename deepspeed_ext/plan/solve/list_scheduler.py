@@ -39,7 +39,7 @@ import numpy as np
 
 from deepspeed_ext.plan.simulate.arrays import NO_COPIES, CopyEvents, DataFlow, Numbers, Tables, compiled
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
-from deepspeed_ext.plan.simulate.loop import UNKNOWN, available_at, hand_over, replay
+from deepspeed_ext.plan.simulate.loop import UNKNOWN, available_at, hand_over, inlined, replay
 from deepspeed_ext.plan.solve.problem import ROUNDING, SchedulingProblem, peak_of_row
 
 AT_ONCE = -1e300
@@ -135,13 +135,10 @@ def _place(is_reversed: bool, position: int, num_token_slices: int) -> tuple[int
     return token_slice, first + token_slice
 
 
-@compiled
+@inlined
 def _next_op(
-    reads: Numbers,
-    is_reversed: Numbers,
-    live_change: Numbers,
-    activation: Numbers,
-    stages: Numbers,
+    tables: Tables,
+    flow: DataFlow,
     limit: float,
     later_limit: float,
     priorities: Numbers,
@@ -156,6 +153,7 @@ def _next_op(
     starts: Numbers,
 ) -> tuple[float, int, int]:
     """Return the next start on a rank, and the kind and model chunk of its queue; UNKNOWN if no op is ready."""
+    activation, stages = tables.activation, tables.ways.stages
     num_stages, num_units = priorities.shape[1:]
     num_token_slices = len(activation)
     soonest = UNKNOWN
@@ -165,15 +163,15 @@ def _next_op(
             start = UNKNOWN
             position = done[kind, stage]
             if position < num_units:
-                token_slice, unit = _place(is_reversed[kind], position, num_token_slices)
+                token_slice, unit = _place(flow.is_reversed[kind], position, num_token_slices)
                 fits = True
-                if live_change[kind] > 0:
+                if flow.live_change[kind] > 0:
                     room = activation[token_slice]
                     fits = held + room <= limit
                     if unit >= (oldest + 1) * num_token_slices:
                         fits = fits and reserved + room <= later_limit
                 if fits:
-                    start = max(clock, available_at(reads, kind * num_stages + stage, token_slice, unit, ready))
+                    start = max(clock, available_at(flow.reads, kind * num_stages + stage, token_slice, unit, ready))
             starts[kind, model_chunk] = start
             soonest = min(soonest, start)
     best_kind, best_model_chunk = -1, -1
@@ -184,7 +182,7 @@ def _next_op(
         stage = stages[rank, model_chunk]
         for kind in range(3):
             if starts[kind, model_chunk] <= soonest + patience:
-                unit = _place(is_reversed[kind], done[kind, stage], num_token_slices)[1]
+                unit = _place(flow.is_reversed[kind], done[kind, stage], num_token_slices)[1]
                 priority = priorities[kind, stage, unit]
                 if best_kind < 0 or priority < smallest:
                     smallest, best_kind, best_model_chunk = priority, kind, model_chunk
@@ -229,11 +227,8 @@ def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, pat
             if stale[each]:
                 stale[each] = False
                 next_start[each], next_kind[each], next_model_chunk[each] = _next_op(
-                    flow.reads,
-                    is_reversed,
-                    live_change,
-                    tables.activation,
-                    tables.ways.stages,
+                    tables,
+                    flow,
                     limit,
                     limit - whole,
                     priorities,
