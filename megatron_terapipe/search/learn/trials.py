@@ -237,12 +237,17 @@ class TrialReader:
             raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
 
     def _trial(self, entry: TrialEntry, where: str, number: int) -> Trial:
-        cluster = self._once("cluster", entry.cluster, lambda: _cluster(entry.cluster, where))
+        given = entry.software or {}
+        named = given.get(LIKE) or ""
+        rule = self._trainers.rule(entry.source, named, entry.group or "")
+        described = {**entry.cluster, "": rule.half_flops}
+        cluster = self._once("cluster", described, lambda: _cluster(entry.cluster, where, rule.half_flops))
         values = {name: entry.model[name] for name in MODEL_FIELDS if name in entry.model}
         imbalance = 1.0 if entry.forced_balance else IMBALANCE
         key = {**values, "": imbalance}
         model = self._once("model", key, lambda: parse_workload(values, f"{where}: model", imbalance=imbalance))
         strategy, ends = _strategy(entry.strategy, model, where)
+        strategy = replace(strategy, recompute=rule.recompute or strategy.recompute)
         workload = model
         if ends:
             whole = replace(model, first_dealt=0, end_dealt=len(model.layers))
@@ -263,14 +268,11 @@ class TrialReader:
                 "cluster.num_devices: make them agree"
             )
         group = entry.group or f"{json.dumps(values, sort_keys=True)} {cluster.name} {strategy.global_batch_size}"
-        given = entry.software or {}
-        named = given.get(LIKE) or ""
-        rule = self._trainers.rule(entry.source, named, group)
-        given = {**given, LIKE: (rule and rule.software) or named or MEGATRON_LM.name}
+        given = {**given, LIKE: rule.software or named or MEGATRON_LM.name}
         known = self._trainers.software
         software = self._once("software", given, lambda: described_software(given, where, "software", known=known))
         software = _in_layout(software, entry.strategy)
-        precision = entry.precision or (rule and rule.precision) or "fp16"
+        precision = entry.precision or rule.precision or "fp16"
         if not software.can_run("zero_stage", strategy.zero_stage) and software.can_run("zero_stage", 3):
             # Trials of FSDP were written with stage 1 once.
             strategy = replace(strategy, zero_stage=3)
@@ -355,7 +357,15 @@ class FlatCluster(Entry):
     inter_node_Gbps: NamedBandwidth | None = None  # noqa: N815
 
 
-def _cluster(document: dict[str, Any], where: str) -> Cluster:
+def _cluster(document: dict[str, Any], where: str, half_flops: float | None) -> Cluster:
+    found = _described_cluster(document, where)
+    if half_flops is None:
+        return found
+    nodes = [replace(node, device=replace(node.device, half_flops=half_flops)) for node in found.nodes]
+    return replace(found, nodes=tuple(nodes))
+
+
+def _described_cluster(document: dict[str, Any], where: str) -> Cluster:
     if "nodes" in document or "device" not in document:
         return parse_cluster(document, f"{where}: cluster")[0]
     flat = read_entry(FlatCluster, document, where, "cluster")

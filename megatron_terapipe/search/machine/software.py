@@ -169,6 +169,11 @@ class Communication:
     tensor_parallel_overlap: float = 0.0
     """Share of the collectives between tensor-parallel ranks that products hide, where these share tokens and a node
     with links faster than PCIe (github.com/NVIDIA/TransformerEngine/issues/1071)."""
+    copies_parts: bool = False
+    """Whether parts of sequences are copied after they were gathered, and before they are summed, because collectives
+    join tensors by the first dimension only."""
+    gathers_again: bool = False
+    """Whether selective recomputation gathers such parts again for the products that read them."""
     ring: bool = False
     """Whether ranks that share tokens pass keys and values on under attention (arXiv 2310.01889), and exchange no
     heads."""
@@ -266,9 +271,10 @@ class Software:
     """(dimension of a strategy, values that it can run) for each dimension of which it does not run all."""
     step_bytes: float = 18.0
     """Bytes of weights, gradients and optimizer state that the step of a parameter reads or writes."""
-    selective_recomputes: Literal["attention", "norms"] = "attention"
-    """Part that recompute "selective" runs again: the `attention` core (arXiv 2205.05198 section 5), or
-    `norms` and activation functions."""
+    selective_recomputes: Literal["attention", "norms", "operators"] = "attention"
+    """Part that recompute "selective" runs again: the `attention` core (arXiv 2205.05198 section 5), `norms` and
+    activation functions, or all `operators` outside of products and attention with half of the products that
+    tensor-parallel ranks share by outputs."""
     residual_dropout: bool = False
     """Whether masks of dropout are kept with each residual."""
     logits_at_once: int | None = None

@@ -3,7 +3,7 @@
 A file of `--trainers` also states which trainers ran which trials; `benchmarks/published/trainers.yaml` is one:
 
     trainers: {NAME: {like: megatron-core, ...}}                # differences, as in a file of `--software`
-    trials: [{source: TEXT, software: NAME, precision: bf16}]   # for trials that do not state them
+    trials: [{source: TEXT, software: NAME, precision: bf16}]   # for trials that do not state them, see `TrialRule`
 """
 
 import math
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.documents import read_document, short, suggestion
-from megatron_terapipe.search.machine.entries import Entry, Text, fault, place, read_entry
+from megatron_terapipe.search.machine.entries import Entry, FlopsRate, Text, fault, place, read_entry
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import SOFTWARE
 
@@ -99,7 +99,7 @@ def _pattern(text: str) -> str:
 
 
 class TrialRule(Entry):
-    """The trainer and the precision of trials that do not state them."""
+    """The trainer and the precision of trials that do not state them, and corrections by their publication."""
 
     source: Text
     """Text in the source of the trials."""
@@ -109,6 +109,13 @@ class TrialRule(Entry):
     """Regular expression found in their group."""
     software: Text | None = None
     precision: Precision | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
+    """In place of the stated one."""
+    half_flops: FlopsRate | None = None
+    """Of their devices, in place of the data sheet's."""
+
+
+NO_RULE = TrialRule(source="-")
 
 
 class TrainersEntry(Entry):
@@ -125,10 +132,10 @@ class Trainers:
     software: Mapping[str, Software]
     rules: tuple[TrialRule, ...] = ()
 
-    def rule(self, source: str, named: str, group: str) -> TrialRule | None:
-        """Return the rule of a trial; None = it has none."""
+    def rule(self, source: str, named: str, group: str) -> TrialRule:
+        """Return the rule of a trial; one that changes nothing if it has none."""
         rules = (each for each in self.rules if each.source in source and each.named == named)
-        return next((each for each in rules if re.search(each.group, group)), None)
+        return next((each for each in rules if re.search(each.group, group)), NO_RULE)
 
 
 OF_PACKAGE = Trainers(SOFTWARE)

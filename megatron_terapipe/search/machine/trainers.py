@@ -321,8 +321,10 @@ FSDP = Software(
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
     attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
+    # `all_gather_tensor` and `reduce_scatter_tensor` of torch/distributed/_functional_collectives.py copy parts of
+    # sequences; github.com/pytorch/torchtitan/pull/437 does without.
     communication=Communication(
-        overlaps_gradient_reduction=True, overlaps_weight_gather=True, ring=True, reduction_bytes=4
+        overlaps_gradient_reduction=True, overlaps_weight_gather=True, ring=True, copies_parts=True, reduction_bytes=4
     ),
     runs=(
         ("pipeline_parallel_size", (1,)),

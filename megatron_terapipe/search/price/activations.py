@@ -263,6 +263,10 @@ class LayerMemory:
             again = everything - kept
         elif recompute == "selective" and self.software.selective_recomputes == "attention":
             kept, again = everything - core, core
+        elif recompute == "selective" and self.software.selective_recomputes == "operators":
+            # Kept are inputs of norms, queries, values and the output of attention, and one of two widths.
+            again = inputs + normed_heads + copied + key_value / 2 + layer.gated * mlp_width + activated
+            kept = everything - again
         elif recompute == "selective":
             again = inputs + (activated if layer.experts is None else 0.0)
             kept = everything - again

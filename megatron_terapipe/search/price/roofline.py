@@ -385,13 +385,16 @@ class Roofline:
             weight_gradient = np.maximum(weight_gradient, moving)
         else:
             weight_gradient = weight_gradient + self._moving_s(device, kernels.accumulation_bytes * inputs * outputs)
+        again = 0.5 * (product.parallel == "column" and self.software.selective_recomputes == "operators")
         return _Part(
             forward,
             input_gradient,
             weight_gradient,
+            again * forward,
             forward_kernels=kernels.forward_kernels + self._casts,
             input_kernels=kernels.backward_kernels / 2 + self._casts,
             weight_kernels=kernels.backward_kernels / 2,
+            selective_kernels=again * (kernels.forward_kernels + self._casts),
         )
 
     def _experts(self, query: LayerQuery, experts: Experts) -> Iterator[_Part]:
@@ -623,9 +626,9 @@ class Roofline:
                 # Each of the two head exchanges packs a message, and takes one apart.
                 there = attention.query_heads + key_heads(attention, tp * query.sequence_parallel_size)
                 work.append((operators.exchange, 2 * exchanging, there * channels, False))
-        norms_again = self.software.selective_recomputes == "norms"
+        again = {"norms": (True,), "operators": (True, False)}.get(self.software.selective_recomputes, ())
         return [
-            self._operator(operator, query.device, query.rows * numbers, count, repeated and norms_again)
+            self._operator(operator, query.device, query.rows * numbers, count, repeated in again)
             for operator, count, numbers, repeated in work
             if np.any(count)
         ]

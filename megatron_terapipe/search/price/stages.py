@@ -21,7 +21,7 @@ from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.software import Communication
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import (
     LayerQuery,
     LayerTimes,
@@ -203,13 +203,21 @@ class LayerPrices:
         again = query.again in ("full", "stage")
         numbers, tensor = query.rows * query.layer.hidden_size, links.tensor
         if query.sequence_parallel:
-            one = reduce_scatter_s(self.element_bytes * numbers, tensor, efficiency)
-            one = one + all_gather_s(self.operand_bytes * numbers, tensor, efficiency)
-            one = np.multiply(one, 1 - communication.tensor_parallel_overlap * tensor.is_switched)
+            gather = all_gather_s(self.operand_bytes * numbers, tensor, efficiency)
+            one = gather + reduce_scatter_s(self.element_bytes * numbers, tensor, efficiency)
+            if communication.copies_parts:  # read, and written
+                copied = 2 * numbers * np.greater(tensor.size, 1)
+                copied_s = copied / (reachable_bandwidth(query.device) * efficiency.memory_efficiency)
+                gather = gather + self.operand_bytes * copied_s
+                one = one + (self.operand_bytes + self.element_bytes) * copied_s
+            shown = 1 - communication.tensor_parallel_overlap * tensor.is_switched
+            one, gather = np.multiply(one, shown), np.multiply(gather, shown)
         else:
-            one = all_reduce_s(self.element_bytes * numbers, tensor, efficiency)
+            one, gather = all_reduce_s(self.element_bytes * numbers, tensor, efficiency), 0.0
         entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
+        if query.again == "selective" and communication.gathers_again:
+            backward_reduction = backward_reduction + entering * gather
         if communication.ring:
             exchange = ring_s(query, links.sequence, efficiency, self.element_bytes, kernels.attention)
             exchange_back = 2 * exchange

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,7 @@ def test_published_trials(name: str, trials: int, groups: int) -> None:
         ("Hagemann et al., arXiv 2311.05610", "megatron-core", "30B", "scaling", "fp16"),
         ("bigscience-workshop/bigscience tr11 chronicles-prequel", None, "h1_l1_02-27_hd1", "deepspeed", "fp16"),
         ("bigscience-workshop/bigscience tr11 chronicles-prequel", None, "h1_l1_02-28_hd1", "deepspeed", "bf16"),
+        ("pytorch/torchtitan benchmarks", "fsdp", "titan_8B_bf16", "torchtitan", "fp16"),
         ("someone", "fsdp", "g", "fsdp", "fp16"),
         ("someone", "internevo", "g", "internevo", "bf16"),
         ("someone", None, "g", "megatron-lm", "fp16"),
@@ -331,6 +333,16 @@ def test_trainers_of_published_trials(
     document = changed(source=source, group=group, software=named, precision=given)
     (trial,) = read(tmp_path, document, trainers=PUBLISHED)
     assert (trial.software.name, trial.precision) == (software, precision)
+
+
+def test_what_a_publication_says_for_its_trials(tmp_path: Path) -> None:
+    rule = {"source": "a page", "recompute": "selective", "half_flops": "250 TFLOP/s"}
+    path = tmp_path / "trainers.json"
+    path.write_text(json.dumps({"trials": [rule]}))
+    said, other = read(tmp_path, changed(source="a page"), changed(source="another"), trainers=read_trainers(str(path)))
+    assert (said.strategy.recompute, said.cluster.nodes[0].device.half_flops) == ("selective", 250e12)
+    assert said.strategy == replace(other.strategy, recompute="selective")
+    assert said.cluster.nodes[0].device == replace(other.cluster.nodes[0].device, half_flops=250e12)
 
 
 @pytest.mark.parametrize(

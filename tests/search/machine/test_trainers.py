@@ -144,6 +144,7 @@ FACTS: list[tuple[Software, Software, Strategy]] = [
             {"step_bytes": 180.0},
             {"bucket_elements": 1000},
             {"selective_recomputes": "attention"},
+            {"selective_recomputes": "operators"},
             {"residual_dropout": True},
             {"logits_at_once": 100},
         )
@@ -154,7 +155,10 @@ FACTS: list[tuple[Software, Software, Strategy]] = [
     (changed("communication", overlaps_weight_gather=True), TERAPIPE, LAYOUT),
     (changed("communication", broadcasts_parts=True), TERAPIPE, LAYOUT),
     (changed("communication", reduction_bytes=8), TERAPIPE, LAYOUT),
-    (changed("communication", tensor_parallel_overlap=0.5), TERAPIPE, replace(ON_TWO, sequence_parallel=True)),
+    *(
+        (changed("communication", **fact), TERAPIPE, replace(ON_TWO, sequence_parallel=True))
+        for fact in ({"tensor_parallel_overlap": 0.5}, {"copies_parts": True})
+    ),
     *(
         (changed("operators", **{name: replace(getattr(TERAPIPE.operators, name), forward=1e3)}), TERAPIPE, LAYOUT)
         for name in ("layernorm", "residual", "activation", "heads", "loss", "embedding")

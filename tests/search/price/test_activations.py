@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -6,7 +7,7 @@ from benchmarks.measuring.closed_forms import block_activation_bytes_per_token, 
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import Software
-from megatron_terapipe.search.machine.trainers import MEGATRON_CORE, MEGATRON_LM, TERAPIPE
+from megatron_terapipe.search.machine.trainers import FSDP, MEGATRON_CORE, MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, limits_of
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
 from megatron_terapipe.strategy import USUAL_KEYS, KeptKeys
@@ -61,6 +62,14 @@ def test_operands_in_8_bits() -> None:
     assert in_half - in_eight == 2 * HIDDEN + model.ffn_hidden_size - HIDDEN
     both = [memory(layer, MEGATRON_CORE, recompute="full", operand_bytes=each).activations for each in (None, 1.0)]
     assert both == [2 * HIDDEN] * 2
+
+
+def test_selective_recompute_of_operators() -> None:
+    """Kept are both inputs of norms, queries, values, the output of attention with its log-sums, and one width."""
+    model, layer = block(activation="swiglu", normalization="rmsnorm", num_key_value_heads=8)
+    kept = memory(layer, replace(FSDP, selective_recomputes="operators"), recompute="selective").activations
+    values = 8 * HIDDEN // HEADS
+    assert kept == 2 * (2 * HIDDEN + 2 * HIDDEN + values + model.ffn_hidden_size) + 4 * HEADS
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_terapipe.devices import DEVICES, GENERATION_NAMES, Device
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.software import AttentionKernel, Software
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM, TERAPIPE
+from megatron_terapipe.search.machine.trainers import FSDP, MEGATRON_LM, TERAPIPE
 from megatron_terapipe.search.price.efficiency import (
     AS_AN_A100,
     GENERATIONS,
@@ -92,13 +92,16 @@ def test_full_recompute_runs_the_forward_again() -> None:
     assert (full.forward, full.weight_gradient) == (without.forward, without.weight_gradient)
 
 
-def test_selective_recompute_is_of_attention_or_of_norms() -> None:
+def test_selective_recompute_is_of_attention_or_of_norms_or_of_operators() -> None:
     def more(software: Software) -> float:
         return float(
             times(software, recompute="selective").input_gradient - times(software, recompute="none").input_gradient
         )
 
     assert 0 < more(TERAPIPE) < more(MEGATRON_LM) < float(times(MEGATRON_LM).forward)
+    operators = replace(FSDP, selective_recomputes="operators")
+    # Half of the products of queries, keys, values and widths are about a third of all of them.
+    assert 0.25 < more(operators) / float(times(operators).forward) < 0.45
 
 
 def attending(**settings: object) -> Layer:
