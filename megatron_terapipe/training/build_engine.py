@@ -5,7 +5,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from megatron_terapipe.model.gpt import ModelRanks, Predictions, gpt_loss, pipel
 from megatron_terapipe.model.logits import Logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from megatron_terapipe.training.end_of_run import LostRank, keep_traceback, remedy
-from megatron_terapipe.training.first_rank import rendezvous_error
+from megatron_terapipe.training.first_rank import limit_of_meeting, rendezvous_error
 from megatron_terapipe.training.micro_batches import (
     documents_reader,
     loss_tokens,
@@ -84,22 +84,26 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
 
+    joining = ExitStack()
+
     def met() -> None:
         if rank_watch is not None:
             rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            joining.enter_context(rank_watch.limit(*limit_of_meeting(run.launch, _timeout(run))))
 
     try:
-        init_distributed(met=met, dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
-        watch = watch_this_rank(
-            _timeout(run),
-            _ledgers(run),
-            # The store may remain when ranks are started again.
-            name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            kill_timer=None if rank_watch is None else rank_watch.kill_timer,
-            remedy=lambda: remedy(run.config.checkpoint.save),
-            end=partial(_end, rank_watch),
-            ending=lambda why: None if rank_watch is None else rank_watch.ending(why, True),
-        )
+        with joining:
+            init_distributed(met=met, dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
+            watch = watch_this_rank(
+                _timeout(run),
+                _ledgers(run),
+                # The store may remain when ranks are started again.
+                name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+                kill_timer=None if rank_watch is None else rank_watch.kill_timer,
+                remedy=lambda: remedy(run.config.checkpoint.save),
+                end=partial(_end, rank_watch),
+                ending=lambda why: None if rank_watch is None else rank_watch.ending(why, True),
+            )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise rendezvous_error(run.launch, _timeout(run), error) from error
     # Also after an error the threads of the watch end before the process does.

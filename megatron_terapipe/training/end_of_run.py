@@ -85,12 +85,28 @@ class EndOfRun:
         self._unprinted = threading.Lock()
         self.in_process_group = False
         """Whether any rank may be the first, or the only one, with an error."""
-        self.ends_first = lambda: self.launch.local_rank == 0
-        """Called for whether no other rank of this host has ended by an error."""
+        self.rank_watch: RankWatch | None = None
+        """The watch of this rank, once it is watched; it ends before the error is printed."""
         self.after_report = ExitStack()
         """Called after the error has been printed; not called where another rank is lost."""
         self.lost: Callable[[str], object] = lambda reason: None
         """Called with the reason where another rank is lost."""
+
+    def watch(self, launch: LaunchEnvironment, config: Config) -> RankWatch:
+        """Return the watch of this rank, started by the first call. Call it before torch is imported."""
+        if self.rank_watch is None:
+            # Read when torch is imported. Torch's store would print a stack when the rank with the store has died.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            if torch := sys.modules.get("torch"):  # Programs of the user's own import it first: it reads again.
+                with suppress(OSError, AttributeError):
+                    CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
+            self.rank_watch = watch_rank(
+                launch,
+                timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+                remedy=partial(remedy, config.checkpoint.save),
+                interrupted=self.print_interrupted,
+            ).__enter__()
+        return self.rank_watch
 
     def __enter__(self) -> Self:
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -125,6 +141,8 @@ class EndOfRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Report the error, if this rank is the one to do so; return whether it is handled."""
+        if self.rank_watch is not None:
+            self.rank_watch.__exit__(kind, error, trace)
         match error:
             case LostRank():
                 self.after_report.pop_all()
@@ -138,8 +156,8 @@ class EndOfRun:
                 )
                 if isinstance(error, AGREED):
                     reports = self.launch.rank == 0
-                elif self.in_process_group or isinstance(error, MeetingError):
-                    reports = self.ends_first()
+                elif self.rank_watch is not None and (self.in_process_group or isinstance(error, MeetingError)):
+                    reports = self.rank_watch.ends_first
                 else:
                     reports = self.launch.local_rank == 0
                 code = STALLED if isinstance(error, AbsentRankError) else BAD_INPUT
@@ -169,30 +187,6 @@ def _launch() -> LaunchEnvironment:
         return LaunchEnvironment.read()
     except UserError:
         return LaunchEnvironment.first_of(1)
-
-
-def watch_over(
-    launch: LaunchEnvironment, config: Config, ending: Callable[[str, bool], object], interrupted: Callable[[], object]
-) -> RankWatch:
-    """Return the watch of this rank. Call it before torch is imported.
-
-    Args:
-        interrupted: called when Ctrl-C comes, while the main thread may be in a long call.
-        ending: called with the reason of the end of the run, and whether it is a failure, before this process exits; on
-            the first rank, or another one in its place.
-    """
-    # Read when torch is imported. Torch's store would print a stack when the rank with the store has died.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if torch := sys.modules.get("torch"):  # Programs of the user's own import it first: c10::initLogging() reads again.
-        with suppress(OSError, AttributeError):
-            CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
-    return watch_rank(
-        launch,
-        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
-        remedy=partial(remedy, config.checkpoint.save),
-        ending=ending,
-        interrupted=interrupted,
-    )
 
 
 def remedy(save: str | None) -> str:

@@ -8,11 +8,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.health.rank_watch import RankWatch
 from deepspeed_ext.runtime.launch import AbsentRankError, LaunchEnvironment
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError, SearchError
@@ -24,24 +26,36 @@ _READ_S = 30.0
 _COUNT_S = 1.0
 """Seconds between two counts by which the first rank shows that it is still at work."""
 
+_LATE_S = 15.0
+"""Seconds after the timeout at which a rank ends whose call to the store does not return."""
+
+Limit = Callable[[], AbstractContextManager[None]]
+"""Limits the time of a block."""
+
 
 class FirstRank:
-    """The first rank, as all ranks ask it: the same questions in any order. An answer is kept."""
+    """The first rank, as all ranks ask it: the same questions in any order. An answer is kept.
 
-    def __init__(self) -> None:
+    Args:
+        watch: called before this rank may wait for the first one; returns the watch of this rank.
+    """
+
+    def __init__(self, watch: Callable[[LaunchEnvironment, Config], RankWatch]) -> None:
         # A launcher that starts ranks again may keep its store.
         self._prefix = f"first rank, start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._answers: dict[str, Any] = {}
         self._own_store: Any = None
+        self._watch = watch
 
     def ask(self, config: Config) -> Ask | None:
         """Return the function by which the ranks of a run ask; None where this process searches by itself."""
         launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
         if config.training.dry_run or launch.world_size == 1:
             return None
-        return partial(self.answer, launch, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        return partial(self.answer, self._watch(launch, config), timeout)
 
-    def answer(self, launch: LaunchEnvironment, timeout: timedelta, question: str, find: Callable[[], Any]) -> Any:
+    def answer(self, watch: RankWatch, timeout: timedelta, question: str, find: Callable[[], Any]) -> Any:
         """Return on every rank the result of `find` on the first one, through JSON.
 
         Args:
@@ -54,9 +68,11 @@ class FirstRank:
         import torch.distributed as dist
 
         if question not in self._answers:
+            launch = watch.place
+            limit = partial(watch.limit, *limit_of_meeting(launch, timeout))
             try:
                 store = self._store(launch, timeout)
-                self._answers[question] = self._exchanged(store, launch, f"{self._prefix}/{question}", find)
+                self._answers[question] = self._exchanged(store, launch, f"{self._prefix}/{question}", find, limit)
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 raise rendezvous_error(launch, timeout, error) from error
         answer = self._answers[question]
@@ -65,10 +81,11 @@ class FirstRank:
         return answer["found"]
 
     @staticmethod
-    def _exchanged(store: Any, launch: LaunchEnvironment, key: str, find: Callable[[], Any]) -> Any:
+    def _exchanged(store: Any, launch: LaunchEnvironment, key: str, find: Callable[[], Any], limit: Limit) -> Any:
         if launch.rank:
-            answer = json.loads(_received(store, key))
-            store.add(f"{key}, read", 1)
+            answer = json.loads(_received(store, key, limit))
+            with limit():
+                store.add(f"{key}, read", 1)
             return answer
         has_found = threading.Event()
 
@@ -111,19 +128,25 @@ class FirstRank:
         return self._own_store
 
 
-def _received(store: Any, key: str) -> bytes:
+def _received(store: Any, key: str, limit: Limit) -> bytes:
     """Wait for a value of the first rank for as long as it counts on within the timeout of the store."""
     import torch.distributed as dist
 
     before = 0
     while True:
-        try:
-            return store.get(key)
-        except dist.DistStoreError:
-            now = store.add(f"{key}, at work", 0)
-            if now == before:
-                raise
-            before = now
+        with limit():
+            try:
+                return store.get(key)
+            except dist.DistStoreError:
+                now = store.add(f"{key}, at work", 0)
+                if now == before:
+                    raise
+                before = now
+
+
+def limit_of_meeting(launch: LaunchEnvironment, timeout: timedelta) -> tuple[float, str]:
+    """Return the seconds and the error of a rank that waits for others without an end, as where a host is cut off."""
+    return timeout.total_seconds() + _LATE_S, str(rendezvous_error(launch, timeout, TimeoutError("no answer")))
 
 
 def rendezvous_error(launch: LaunchEnvironment, timeout: timedelta, error: Exception) -> UserError:

@@ -18,9 +18,16 @@ _INTERVAL_S, _SPEAKS_EVERY_S = 1.0, 30.0
 
 def any_rank(mine: bool) -> bool:
     """Whether a condition is true on any rank; a collective operation of all ranks."""
-    flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+    return _last_rank(mine) >= 0
+
+
+def _last_rank(mine: bool) -> int:
+    """Return the last rank on which a condition is true; -1 for none."""
+    found = torch.tensor(
+        dist.get_rank() if mine else -1, dtype=torch.int32, device=get_accelerator().current_device_name()
+    )
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found.item())
 
 
 def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) -> None:
@@ -43,14 +50,14 @@ def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) 
     thread = Thread(target=run, name=name, daemon=True)
     thread.start()
     began = spoke = time.monotonic()
-    working = True
-    while working:
+    working = 0
+    while working >= 0:
         thread.join(min(_INTERVAL_S, 0.05 + time.monotonic() - began))
         with ledger.phase(name):
-            working = any_rank(thread.is_alive())
-        if working and dist.get_rank() == 0 and time.monotonic() - spoke > _SPEAKS_EVERY_S:
+            working = _last_rank(thread.is_alive())
+        if working >= 0 and dist.get_rank() == 0 and time.monotonic() - spoke > _SPEAKS_EVERY_S:
             spoke = time.monotonic()
-            print(f" {name} since {spoke - began:.0f} s", flush=True)
+            print(f" {name} since {spoke - began:.0f} s, on rank {working} still", flush=True)
 
     def raise_again() -> None:
         if raised:

@@ -22,7 +22,7 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.planning import checked_layout, stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
-from megatron_terapipe.training.end_of_run import EndOfRun, after_restart, remedy, watch_over
+from megatron_terapipe.training.end_of_run import EndOfRun, after_restart, remedy
 from megatron_terapipe.training.first_rank import FirstRank
 from megatron_terapipe.training.trained_model import Datasets, Layers, Loss, TrainedModel, gpt_layers
 
@@ -57,7 +57,7 @@ def pretrain(
     process_end = ProcessEnd() if argv is None else None
     expect_cpu()
     with printable_output(), EndOfRun() as end:
-        first_rank = FirstRank()
+        first_rank = FirstRank(end.watch)
         arguments = read_arguments(
             argv,
             partial(_find_strategy, first_rank, trained),
@@ -82,42 +82,43 @@ def pretrain(
 def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: EndOfRun, first_rank: FirstRank) -> None:
     launch, report = end.launch, OwnReport(config.logging)
     first, on_one_host = launch.rank == 0, launch.local_size == launch.world_size
-    with watch_over(launch, config, report.write_end, end.print_interrupted) as rank_watch:
+    rank_watch = end.watch(launch, config)
+    rank_watch.ending = report.write_end
 
-        def write_loss(reason: str) -> None:
-            if rank_watch.reports_end:  # By now: this rank may report in place of the one that is lost.
-                report.write_end(reason, failed=True)
+    def write_loss(reason: str) -> None:
+        if rank_watch.reports_end:  # By now: this rank may report in place of the one that is lost.
+            report.write_end(reason, failed=True)
 
-        end.lost, end.ends_first = write_loss, lambda: rank_watch.ends_first
-        from megatron_terapipe.checkpoint.agreement import from_first_rank
-        from megatron_terapipe.training.build_engine import build_engine, process_group
-        from megatron_terapipe.training.long_work import work_of_any_rank
-        from megatron_terapipe.training.run import prepare, with_whole_checkpoint
-        from megatron_terapipe.training.run_summary import start_of_log
-        from megatron_terapipe.training.trainer import Trainer
+    end.lost = write_loss
+    from megatron_terapipe.checkpoint.agreement import from_first_rank
+    from megatron_terapipe.training.build_engine import build_engine, process_group
+    from megatron_terapipe.training.long_work import work_of_any_rank
+    from megatron_terapipe.training.run import prepare, with_whole_checkpoint
+    from megatron_terapipe.training.run_summary import start_of_log
+    from megatron_terapipe.training.trainer import Trainer
 
-        run = prepare(config, launch, first_rank.ask(config), trained, partial(_measure, trained))
+    run = prepare(config, launch, first_rank.ask(config), trained, partial(_measure, trained))
 
-        def hold_saves() -> None:
-            if first and config.checkpoint.save is not None and not config.training.skip_train:
-                running = only_run_in(config.checkpoint.save, lambda process: start_of(process) is not None)
-                end.after_report.enter_context(running)
+    def hold_saves() -> None:
+        if first and config.checkpoint.save is not None and not config.training.skip_train:
+            running = only_run_in(config.checkpoint.save, lambda process: start_of(process) is not None)
+            end.after_report.enter_context(running)
 
-        # On several hosts only when all ranks can receive the error.
-        if on_one_host:
-            hold_saves()
-        if first:
-            print(*notices, *start_of_log(run), sep="\n", flush=True)
-            end.after_report.callback(report.write)
-        end.in_process_group = True
-        with process_group(run, rank_watch) as stall_watch:
-            if not on_one_host:
-                from_first_rank(hold_saves)
-            with stall_watch.ledger.phase("verifying the checkpoint"):
-                run = with_whole_checkpoint(run, config, print if first else lambda line: None)
-            work_of_any_rank("checking and ordering the data", run.prepare_data, stall_watch.ledger)
-            engine = build_engine(run, stall_watch)
-            Trainer(run, engine, report.refresh_if_due).run()
+    # On several hosts only when all ranks can receive the error.
+    if on_one_host:
+        hold_saves()
+    if first:
+        print(*notices, *start_of_log(run), sep="\n", flush=True)
+        end.after_report.callback(report.write)
+    end.in_process_group = True
+    with process_group(run, rank_watch) as stall_watch:
+        if not on_one_host:
+            from_first_rank(hold_saves)
+        with stall_watch.ledger.phase("verifying the checkpoint"):
+            run = with_whole_checkpoint(run, config, print if first else lambda line: None)
+        work_of_any_rank("checking and ordering the data", run.prepare_data, stall_watch.ledger)
+        engine = build_engine(run, stall_watch)
+        Trainer(run, engine, report.refresh_if_due).run()
 
 
 def _launch(config: Config) -> LaunchEnvironment:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.report import Section
-from tests.end_to_end.launching import Launch, error_lines
+from tests import warm
+from tests.end_to_end.launching import PRETRAIN, Launch, error_lines
 
 ENDS_S = 60.0
 """Promised seconds from a fault to the end of the last process, where no other time is promised."""
@@ -103,6 +104,11 @@ def ending(run: Launch, since: float | None = None) -> Ending:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     return Ending(code=code, output=run.output(), seconds=seconds, left=len(left))
+
+
+def trains(folder: Path, words: list[str]) -> bool:
+    """Whether two ranks of this host train to their end; no fault is made, so they are forked from warm processes."""
+    return warm.run(["deepspeed", "--num_accelerators", "2", str(PRETRAIN), *words], folder).returncode == 0
 
 
 Campaign = Callable[[Settings], Iterator[Outcome]]

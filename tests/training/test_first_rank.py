@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import DistStoreError
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.health.rank_watch import RankWatch
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import SearchError
@@ -34,15 +37,16 @@ def answers(find: Callable[[int], Any], *questions: str) -> list[list[Any]]:
 
     def of_rank(rank: int) -> list[Any]:
         launch, found = LaunchEnvironment(rank=rank, world_size=SIZE, local_rank=rank, local_size=SIZE), []
+        watch = RankWatch(launch, launch=(), host=None)
         for question in questions:
             try:
-                found.append(first_rank[rank].answer(launch, timedelta(seconds=60), question, lambda: find(rank)))
+                found.append(first_rank[rank].answer(watch, timedelta(seconds=60), question, lambda: find(rank)))
             except SearchError as error:
                 found.append(str(error))
         return found
 
     # As in processes of their own, the store of the first rank remains.
-    first_rank = [FirstRank() for _ in range(SIZE)]
+    first_rank = [FirstRank(Mock()) for _ in range(SIZE)]
     with ThreadPoolExecutor(SIZE) as pool:
         return list(pool.map(of_rank, range(SIZE)))
 
@@ -87,12 +91,12 @@ class Signs:
 
 
 def test_ranks_wait_for_longer_than_the_timeout_while_the_first_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _received(Signs(1, 2, 5), "answer") == b"found"
+    assert _received(Signs(1, 2, 5), "answer", nullcontext) == b"found"
     with pytest.raises(DistStoreError, match="answer: timeout"):
-        _received(Signs(1, 2, 2, 3), "answer")
+        _received(Signs(1, 2, 2, 3), "answer", nullcontext)
     monkeypatch.setattr("megatron_terapipe.training.first_rank._COUNT_S", 0.01)
     launch, store = LaunchEnvironment(rank=0, world_size=2, local_rank=0, local_size=2), Signs(*range(1000))
-    FirstRank._exchanged(store, launch, "answer", lambda: store.counted.wait(60))
+    FirstRank._exchanged(store, launch, "answer", lambda: store.counted.wait(60), nullcontext)
 
 
 @pytest.mark.parametrize(("size", "words", "asks"), [("2", "", True), ("2", "--dry-run", False), ("1", "", False)])
@@ -102,4 +106,5 @@ def test_single_ranks_and_dry_runs_search_by_themselves(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_SIZE": size}.items():
         monkeypatch.setenv(name, value)
     config = parse_arguments(f"{RUN} --mock-data {words}".split())
-    assert (FirstRank().ask(config) is not None) == asks
+    watch = Mock()
+    assert (FirstRank(watch).ask(config) is not None) == watch.called == asks

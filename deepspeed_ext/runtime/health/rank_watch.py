@@ -24,8 +24,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,7 @@ from typing import Any, Self
 from deepspeed_ext.runtime.health.processes import (
     KILLED_AFTER_S,
     RUNNERS,
+    STALLED,
     Ancestor,
     HostRank,
     HostRanks,
@@ -48,7 +49,7 @@ from deepspeed_ext.runtime.health.processes import (
     page_of,
     start_of,
 )
-from deepspeed_ext.runtime.launch import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError
 
 __all__ = ["RankWatch", "watch_rank"]
 
@@ -280,6 +281,8 @@ class RankWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Note how this rank ends, and stop to watch it."""
+        if kind is not None and issubclass(kind, MeetingError):
+            self._lost.wait(4 * _LOOK_FOR_RANKS_S)  # A rank that dies closes its connections first.
         self.ends_first = kind is not None and self._is_first_to_end()
         self._mark(RankMark.DONE if kind is None else RankMark.ENDING)
         self._left.set()
@@ -328,6 +331,15 @@ class RankWatch:
         """Regard further ends of ranks on other hosts as orderly; all ranks call it before a barrier."""
         if self._news is not None:
             self._news.end()
+
+    @contextmanager
+    def limit(self, seconds: float, error: str) -> Iterator[None]:
+        """End this rank with an error if the block takes longer: a call to a store that is lost may never return."""
+        timer = _after(seconds, self._end_late, error)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def end_is_explained(self) -> None:
         """Mark this rank as about to end for a reason that has been printed."""
@@ -458,6 +470,14 @@ class RankWatch:
             if self._news is not None and (first or self.place.local_rank == 0):
                 self._news.send(loss)
             self._leave_after_report("terminated by SIGTERM", TERMINATED, failed=False)
+
+    def _end_late(self, error: str) -> None:
+        first = self._is_first_to_end()
+        self._mark(RankMark.ENDING)
+        if first:
+            with suppress(OSError):
+                self._report(f"error: {error}")
+        self._leave_after_report(error, STALLED)
 
     def _is_first_to_end(self) -> bool:
         """Whether no other rank of the host has ended, or is about to: launchers end all once one has."""

@@ -23,11 +23,10 @@ from tests.end_to_end.launching import (
     Launch,
     environment,
     flags,
-    launch,
     losses,
     num_metrics,
 )
-from tests.faults.campaign import Outcome, Settings, ending, until
+from tests.faults.campaign import Outcome, Settings, ending, trains, until
 from tests.faults.stop_at import PLACES, RUN_AT_START, STOPPED
 
 TIMEOUT_MINUTES = 0.25
@@ -65,7 +64,8 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
                     continue
                 if layout not in references:
                     folder = settings.folder / layout.replace(" ", "-")
-                    launch(folder, flags(data, *LAYOUTS[layout], *_SAVES))
+                    folder.mkdir()
+                    assert trains(folder, flags(data, *LAYOUTS[layout], *_SAVES))
                     references[layout] = losses(folder / "metrics.jsonl")
                 folder = settings.folder / f"{layout}-{place}-{rank}".replace(" ", "-")
                 yield _Stop(layout, place, rank, folder, data).outcome(references[layout])
@@ -111,8 +111,7 @@ class _Stop:
         """Start the run again, and return differences from an undisturbed run."""
         saved = (self.folder / "save" / "latest").exists()
         load = ("--load", "save") if saved else ()
-        again = Launch(self.folder, flags(self.data, *LAYOUTS[self.layout], *_SAVES, *load))
-        if again.wait():
+        if not trains(self.folder, flags(self.data, *LAYOUTS[self.layout], *_SAVES, *load)):
             return ["it does not continue"]
         found = losses(self.folder / "metrics.jsonl")
         first = 2 if saved else 0

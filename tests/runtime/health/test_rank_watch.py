@@ -17,9 +17,17 @@ import pytest
 from torch.distributed import TCPStore
 
 from deepspeed_ext.runtime.health import rank_watch
-from deepspeed_ext.runtime.health.processes import Ancestor, HostRank, HostRanks, ProcessEnds, RankMark, start_of
+from deepspeed_ext.runtime.health.processes import (
+    STALLED,
+    Ancestor,
+    HostRank,
+    HostRanks,
+    ProcessEnds,
+    RankMark,
+    start_of,
+)
 from deepspeed_ext.runtime.health.rank_watch import TERMINATED, Lost, RankWatch, _SignsOfLife
-from deepspeed_ext.runtime.launch import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment, MeetingError
 
 SOON_S = 20
 """Longer than anything here takes on a busy machine."""
@@ -148,6 +156,27 @@ def test_sigterm_ends_a_rank_whose_main_thread_hangs(tmp_path: Path) -> None:
     (line,) = rank.lines
     pattern = r"error: rank 0 \(host \S+, process \d+\) received SIGTERM, directly or from its launcher: REMEDY"
     assert re.fullmatch(pattern, line)
+
+
+def test_ranks_end_whose_call_to_a_lost_store_does_not_return(tmp_path: Path) -> None:
+    one, other = (Rank(tmp_path, place) for place in (0, 1))
+    with one.watch as watch:
+        with watch.limit(SOON_S, "not this one"):
+            pass
+        with watch.limit(0.01, "the ranks did not meet"):
+            assert one.left() == STALLED
+        with other.watch, other.watch.limit(0.01, "the ranks did not meet"):
+            assert other.left() == STALLED
+    assert (one.lines, other.lines) == (["error: the ranks did not meet"], [])
+
+
+def test_a_rank_that_died_is_named_and_not_the_connection_that_it_closed(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    with pytest.raises(MeetingError), sleeper() as process, rank.watch:
+        rank.page.write(1, HostRank(1, process.pid, RankMark.HERE))
+        threading.Timer(0.1, process.kill).start()
+        raise MeetingError("connection closed")
+    assert len(rank.lines) == 1 and not rank.watch.ends_first
 
 
 @pytest.mark.parametrize("mark", [RankMark.ENDING, RankMark.HERE], ids=["ended", "died"])
