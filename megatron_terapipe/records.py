@@ -90,6 +90,8 @@ class IterationMetrics(Record):
     """None without `--log-params-norm`."""
     decoupled_learning_rate: float | None = None
     """Learning rate of the word embedding and of the output layer; None without `--decoupled-lr`."""
+    weight_decay: float | None = None
+    """Weight decay of the weights that decay."""
     num_zeros_in_grad: int | None = None
     """Before clipping; None without `--log-num-zeros-in-grad`."""
     timers: Mapping[str, tuple[float, ...]] | None = None

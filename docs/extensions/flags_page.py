@@ -81,7 +81,7 @@ def _foreign() -> Iterable[str]:
     yield "Flags of other trainers whose effect is always on. They change nothing."
     yield from ["", "| flag | why |", "|---|---|"]
     for name, each in sorted(foreign.having("accepted").items()):
-        values = " `{" + ",".join(each.values) + "}`" if each.values else ""
+        values = " `{" + ",".join(each.choices) + "}`" if each.choices else ""
         rule = f"; needs {flag(each.needs)}" if each.needs else ""
         if each.says is not None:
             rule = f"; an error where {flag(each.says[0])} has another value"

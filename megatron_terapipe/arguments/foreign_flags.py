@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, TRAINING_CANNOT_BE_RUN
 
+TABLE = Path(__file__).with_suffix(".toml")
+
 Verdict = Literal["accepted", "neutral", "idle", "refused"]
 Takes = Literal[0, 1, "*"]
 """Number of values of a flag; `*` = any."""
@@ -21,12 +23,15 @@ class ForeignFlag:
 
     text: str = ""
     """Reason why the flag has no effect; of a flag that is refused, or refused at other values, reason and remedy. Of
-    an idle flag, they are those with the flag `without`, or for values that its own trainer refuses, too."""
+    an idle flag, they are those with the flag `without`."""
 
     takes: Takes = 0
 
     values: tuple[str, ...] = ()
     """Values without effect; empty if all are, or it takes none."""
+
+    choices: tuple[str, ...] = ()
+    """Values that its own trainer takes; empty if any, or if it takes none."""
 
     says: tuple[str, object] | None = None
     """Field of the configuration that it is about, and the value that it promises."""
@@ -70,7 +75,7 @@ class ForeignFlags:
         refused = {
             "refused": True,
             "neutral": has_effect,
-            "idle": has_effect and bool(found.text) and (not found.without or found.without in given),
+            "idle": has_effect and bool(found.text) and found.without in given,
         }
         return found.text if refused.get(found.verdict) else None
 
@@ -80,7 +85,7 @@ def foreign_flags() -> ForeignFlags:
     """Read the table."""
     import tomllib
 
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return ForeignFlags(
         flags=dict(_flags_of(table)),
         families={f"--{word}-": line for line, words in table["families"].items() for word in words.split()},
@@ -103,7 +108,8 @@ def _flags_of(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignFlag]]:
             }
             for takes, of_kind in names.items():
                 for name in of_kind:
-                    yield f"--{name}", ForeignFlag(verdict=verdict, takes=takes, **facts)
+                    choices = tuple(table["choices"].get(name, "").split())
+                    yield f"--{name}", ForeignFlag(verdict=verdict, takes=takes, choices=choices, **facts)
     ends = {
         "refused": "",
         "another-model": f": {MODEL_CANNOT_BE_TRAINED}",

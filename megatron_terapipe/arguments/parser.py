@@ -177,9 +177,10 @@ class CommandLine:
     def take(self, spelling: str, value: Any) -> None:
         """Take a flag of another trainer, which sets no field."""
         found = foreign_flags().flags[spelling]
+        for each in value if found.takes == "*" else (value,):
+            if found.choices and each not in found.choices:
+                raise ConfigError(f"{spelling} {each} is not known: choose {one_of(found.choices)}")
         if found.verdict == "accepted":
-            if found.values and value not in found.values:
-                raise ConfigError(f"{spelling} {value} is not known: choose {one_of(found.values)}")
             self.accepted.append(spelling)
         elif found.verdict == "idle" and spelling not in self.idle:
             self.idle.append(spelling)
@@ -367,7 +368,7 @@ def add_trainer_flags(
         if foreign.takes != 1:
             settings["nargs"] = foreign.takes
         if foreign.verdict == "accepted":
-            settings |= {"help": f"{foreign.text.capitalize()}.", "metavar": "{" + ",".join(foreign.values) + "}"}
+            settings |= {"help": f"{foreign.text.capitalize()}.", "metavar": "{" + ",".join(foreign.choices) + "}"}
         group.add_argument(name, action=_Take, **settings)
 
 

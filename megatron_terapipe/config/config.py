@@ -182,9 +182,13 @@ class Config:
                 "its weight: use uniform, or a list of transformer layers"
             )
 
+    @property
+    def _attends(self) -> bool:
+        return any(block.num_key_value_heads for block in self.model.blocks)
+
     def _check_tensor_parallel(self) -> None:
         size = self.parallel.tensor_model_parallel_size
-        shares = [("--num-attention-heads", self.model.num_attention_heads)]
+        shares = [("--num-attention-heads", self.model.num_attention_heads)] if self._attends else []
         if self.model.vocab_rows is not None:
             shares.append(("--vocab-rows", self.model.vocab_rows))
         for block in self.model.blocks:
@@ -206,7 +210,7 @@ class Config:
         parallel, heads = self.parallel, self.model.num_attention_heads
         size, tensor = parallel.ds_sequence_parallel_size, parallel.tensor_model_parallel_size
         times = f" x --tensor-model-parallel-size {tensor} = {size * tensor}" if tensor > 1 else ""
-        if heads % (size * tensor):
+        if self._attends and heads % (size * tensor):
             raise ConfigError(
                 f"--num-attention-heads {heads} is not a multiple of --ds-sequence-parallel-size {size}{times}, whose "
                 "ranks share the heads: change one of them"

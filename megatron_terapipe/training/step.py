@@ -68,7 +68,7 @@ class TrainingStep:
         Raises:
             NumbersError: on every rank, if its numbers are bad and the run ends.
         """
-        learning_rate, rate_of_ends = self._set_step_sizes(progress)
+        learning_rate, rate_of_ends, weight_decay = self._set_step_sizes(progress)
         batch_size = self._set_batch_size(progress)
         batches.begin()
         with self._instruments.around(progress.iteration + 1):
@@ -106,6 +106,7 @@ class TrainingStep:
                 grad_norm=grad_norm,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=None if self._run.config.optimizer.decoupled_lr is None else rate_of_ends,
+                weight_decay=weight_decay,
                 iteration_time_s=seconds,
                 tokens_per_second=batch_size * model.seq_length / seconds,
                 global_batch_size=batch_size,
@@ -130,13 +131,13 @@ class TrainingStep:
         """Write the recordings of the profiler."""
         self._instruments.close()
 
-    def _set_step_sizes(self, progress: Progress) -> tuple[float, float]:
-        """Set learning rates and weight decay, and return the rates: of most weights, and of the model's ends."""
+    def _set_step_sizes(self, progress: Progress) -> tuple[float, float, float]:
+        """Set and return the learning rates, of most weights and of the model's ends, and the weight decay."""
         step = progress.schedule_step(self._training.unit)
         learning_rate, of_ends = self._learning_rates.at(step), self._rates_of_ends.at(step)
         decay = weight_decay_at(step, self._run.config.optimizer, self._training)
         set_step_sizes(self._engine.optimizer, learning_rate=learning_rate, of_ends=of_ends, weight_decay=decay)
-        return learning_rate, of_ends
+        return learning_rate, of_ends, decay
 
     def _set_batch_size(self, progress: Progress) -> int:
         batch_size = self._run.batch_sizes.at(progress.consumed_samples)

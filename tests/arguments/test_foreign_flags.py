@@ -1,6 +1,7 @@
 """Flags of other trainers: ours, accepted for a reason, or refused with one; and lines at the start of a run."""
 
 import re
+import tomllib
 from dataclasses import asdict
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import flags, parse_arguments, read_arguments
-from megatron_terapipe.arguments.foreign_flags import foreign_flags
+from megatron_terapipe.arguments.foreign_flags import TABLE, ForeignFlag, foreign_flags
 from megatron_terapipe.arguments.parser import OTHER_DEFAULTS, spellings
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag
@@ -102,11 +103,19 @@ def test_names_of_other_trainers_lead_to_ours(words: str, remedy: str) -> None:
     assert remedy in refusal(words)
 
 
+def value_of(each: ForeignFlag, otherwise: str) -> str:
+    """A value that a flag may have in its own trainer, and that may have an effect, after a blank."""
+    return next((f" {value}" for value in each.choices if value not in each.values), otherwise)
+
+
 def words_of(name: str) -> str:
     """A flag that is taken, with a value if it takes one, and the flag that it needs."""
     each = FOREIGN.flags[name]
-    value = {0: "", 1: " 1", "*": " a 2"}[each.takes] if not each.values else f" {each.values[0]}"
-    return name + value + (f" {flag(each.needs)} 2" if each.needs else "")
+    return (
+        name
+        + value_of(each, {0: "", 1: " 1", "*": " a 2"}[each.takes])
+        + (f" {flag(each.needs)} 2" if each.needs else "")
+    )
 
 
 def test_accepted_flags_change_nothing() -> None:
@@ -118,6 +127,18 @@ def test_accepted_flags_change_nothing() -> None:
 @given(st.permutations(sorted(FOREIGN.having("accepted"))))
 def test_accepted_flags_change_nothing_together(names: list[str]) -> None:
     assert parse(" ".join(map(words_of, names))) == parse("--num-key-value-heads 2")
+
+
+def test_values_that_another_trainer_refuses_are_refused() -> None:
+    listed = {name: each for name, each in FOREIGN.flags.items() if each.choices}
+    assert {name.removeprefix("--") for name in listed} == tomllib.loads(TABLE.read_text())["choices"].keys()
+    for name, each in listed.items():
+        assert each.takes and set(each.values) <= set(each.choices)
+        for value in each.choices:
+            assert parse(f"{name} {value}") == parse(), name
+        assert f"{name} foo is not known: choose {each.choices[0]}" in refusal(
+            f"{name} {each.choices[0]} --seed 2 {name} foo"
+        )
 
 
 def test_neutral_values_change_nothing() -> None:
@@ -134,7 +155,7 @@ def test_idle_flags_that_have_an_effect_with_another_one_are_then_refused() -> N
     values = {"--num-experts": (1, 8), "--mtp-num-layers": (0, 1)}
     assert {each.without for each in with_effect.values()} == values.keys()
     for name, each in with_effect.items():
-        value = " 2" if each.takes else ""
+        value = value_of(each, " 2" if each.takes else "")
         without, beside = (f"{each.without} {number}" for number in values[each.without])
         assert refusal(f"{beside} {name}{value}") == f"{name}{value}: {each.text}"
         assert each.text.endswith((MODEL, TRAINING)) or re.search(r": use [^:]*$", each.text)

@@ -9,6 +9,7 @@ from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.flops import balanced_token_slices, model_parameters
 from megatron_terapipe.config.layers import Recurrence
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.inference import WholeModel
 from tests.arguments.test_foreign_flags import REQUIRED
 
@@ -46,6 +47,14 @@ def test_layers_with_linear_attention(pattern: str, delta: list[int]) -> None:
     assert [block.recurrence for block in blocks] == [DELTA if each else None for each in delta]
     assert all(bool(block.num_key_value_heads) is not bool(each) for block, each in zip(blocks, delta, strict=True))
     assert all(block.ffn_hidden_size for block in blocks)
+
+
+@pytest.mark.parametrize("axis", ["--tensor-model-parallel-size", "--ds-sequence-parallel-size"])
+def test_ranks_share_heads_of_attention_only_where_a_layer_has_it(axis: str) -> None:
+    words = f"--num-layers 2 {SIZES} --num-attention-heads 1 {axis} 4 --hybrid-layer-pattern"
+    assert model_of(f"{words} M-").model.num_attention_heads == 1
+    with pytest.raises(ConfigError, match=f"--num-attention-heads 1 is not a multiple of {axis} 4"):
+        model_of(f"{words} M*")
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ BY_LAYOUT: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     # Tied and learned weights at both ends, windows by layer, norms side by side, and a state.
-    PP2: (2, ["llama-tied-biased-wide-heads", "opt", "gemma3-scaled", "falcon-40b", "mamba2"]),
+    PP2: (2, ["llama-tied-biased-wide-heads", "opt", "gemma3-scaled", "falcon-40b", "bamba"]),
     # One model for each order of the weights of a layer.
     TP2: (
         2,
         [
             *("gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite", "nemotron_h", "qwen3_next"),
-            *("qwen3_5", "gptj", "cohere", "olmo", "youtu", "deepseek_v3", "bamba"),
+            *("qwen3_5", "gptj", "cohere", "olmo", "youtu", "deepseek_v3", "mamba2"),
         ],
     ),
     f"{CUT} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall": (

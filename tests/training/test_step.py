@@ -129,18 +129,20 @@ def trained(data: Path, folder: Path, *words: str, metrics: str = "metrics.jsonl
 
 
 def test_overflows_skip_updates_until_the_scale_fits(data: Path, tmp_path: Path) -> None:
-    found = trained(data, tmp_path, "--train-iters", "30", "--eval-iters", "0")
+    rising = "--start-weight-decay 0 --end-weight-decay 0.3 --weight-decay-incr-style linear".split()
+    found = trained(data, tmp_path, "--train-iters", "30", "--eval-iters", "0", *rising)
     skipped = [each["grad_norm"] is None for each in found]
     count = sum(skipped)
     assert 4 < count < 30
     assert skipped == [True] * count + [False] * (30 - count), "the scale only falls, so updates do not stop again"
     assert [each["loss_scale"] for each in found] == [2.0 ** (32 - min(done, count)) for done in range(1, 31)]
     assert [each["skipped_iterations"] for each in found] == [min(done, count) for done in range(1, 31)]
-    # A skipped iteration counts, and its samples are read; only the schedule counts updates.
+    # A skipped iteration counts, and its samples are read; only the schedules count updates.
     assert [each["iteration"] for each in found] == list(range(1, 31))
     assert [each["consumed_samples"] for each in found] == [8 * done for done in range(1, 31)]
     updates = [max(0, done - count) for done in range(30)]
     assert [each["learning_rate"] for each in found] == pytest.approx([1e-2 * (30 - done) / 30 for done in updates])
+    assert [each["weight_decay"] for each in found] == pytest.approx([0.3 * done / 30 for done in updates])
     losses = [each["lm_loss"] for each in found]
     assert losses[-1] < losses[count] - 0.5, "it learns after the last skipped update"
 

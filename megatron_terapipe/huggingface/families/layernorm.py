@@ -192,7 +192,12 @@ _SIDE_BY_SIDE = always(parallel_residual=True, shared_block_norm=True)
 
 _OUTPUT_BIAS = (
     always(add_output_bias=True),
-    fixed("tie_word_embeddings", False, reason="an output layer with biases has weights of its own in our models"),
+    fixed(
+        "tie_word_embeddings",
+        False,
+        reason="an output layer with biases has weights of its own in our models",
+        end="train it as layers of your own (docs/how-to/own-models.md)",
+    ),
 )
 
 GPTJ = Family(

@@ -85,7 +85,7 @@ NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "nu
         ("cohere", {"use_qk_norm": True}, "sets use_qk_norm to true, and our models have false or null"),
         ("cohere2", {"sliding_window": None}, "sets sliding_window to null, and it must be a whole number above 0"),
         ("olmo", {"clip_qkv": 8.0}, "sets clip_qkv to 8.0, and our models have null"),
-        ("phi", {"tie_word_embeddings": True}, "sets tie_word_embeddings to true, and an output layer with biases has"),
+        ("phi", {"tie_word_embeddings": True}, "has weights of its own in our models: train it as layers of your own"),
         ("granite", {"logits_scaling": 5e-324}, "makes no model: --logit-multiplier 9.9"),
         *((name, {key: 10**12}, f"sets {key} to 1000000000000, and it") for name, key in NUMBERS_OF_LAYERS.items()),
         ("gptj", {"n_embd": 8, "n_head": 16}, "makes no model (division by zero): correct its numbers"),
