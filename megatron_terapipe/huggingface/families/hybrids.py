@@ -14,7 +14,7 @@ from megatron_terapipe.config.recurrences import pattern_and_stages
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import rotations
-from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, MULTIPLIERS, llama_like, swish
+from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, MULTIPLIERS, llama_like
 from megatron_terapipe.huggingface.families.mixtures import GRANITE_NAMES, mixture
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
@@ -282,7 +282,6 @@ def _write_indices(model: ModelConfig) -> Mapping[str, Any]:
 BAMBA = llama_like(
     "bamba",
     "BambaForCausalLM",
-    swish(),
     *_MIXER,
     fixed("mlp_bias", False),
     Setting(("attn_layer_indices",), _read_indices, _write_indices),

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.layer_settings import rotations
-from megatron_terapipe.huggingface.families.llama import llama_like, swish
+from megatron_terapipe.huggingface.families.llama import llama_like
 from megatron_terapipe.huggingface.families.mixtures import (
     FURTHER_LAYERS,
     expert_width,
@@ -194,7 +194,6 @@ DEEPSEEK_V2 = mixture(
 YOUTU = llama_like(
     "youtu",
     "YoutuForCausalLM",
-    swish(),
     *_latents(1536, 512, (128, 64, 128)),
     _interleaved(),
     same("embedding_initializer_range", "embedding_init_method_std", NUMBER, 4 / sqrt(5 * 2048)),
@@ -218,7 +217,6 @@ def _read_base(file: SettingsFile, fields: Fields) -> Fields:
 MINICPM3 = llama_like(
     "minicpm3",
     "MiniCPM3ForCausalLM",
-    swish(),
     *_latents(768, 256, (64, 32, 64)),
     always(rotary_interleaved=False),
     fixed("mlp_bias", False),

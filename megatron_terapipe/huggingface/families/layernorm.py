@@ -12,7 +12,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import rotations, window_of_all, window_or_unrotated
-from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, swish
+from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, llama_like
 from megatron_terapipe.huggingface.families.settings import (
     ATTENTION_BIASES,
     COUNT,
@@ -25,8 +25,6 @@ from megatron_terapipe.huggingface.families.settings import (
     always,
     biases,
     fixed,
-    head_width,
-    heads_of_keys,
     ignored,
     same,
     sizes,
@@ -156,7 +154,10 @@ OPT = Family(
 )
 
 
-_LAYERNORM = always(normalization="layernorm")
+def _layer_norm(key: str = "layer_norm_eps", **more: Any) -> tuple[Setting, ...]:
+    """Return the settings of LayerNorm, with the key of its epsilon."""
+    return always(**{"normalization": "layernorm"} | more), same(key, "layernorm_epsilon", NUMBER, 1e-5)
+
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -164,8 +165,7 @@ GPT_NEOX = Family(
     settings=(
         *sizes((50432, 2048, 6144, 24576, 44, 64, 0.02)),
         rotations(base_key="rotary_emb_base", part=0.25, part_key="rotary_pct"),
-        _LAYERNORM,
-        same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        *_layer_norm(),
         biases(qkv="attention_bias", projection="attention_bias", mlp=True, default=True),
         word("hidden_act", "activation", UNGATED, "gelu"),
         same("use_parallel_residual", "parallel_residual", SWITCH, True),
@@ -231,128 +231,106 @@ GPTJ = Family(
     aliases=_GPT2_ALIASES,
 )
 
-PHI = Family(
-    name="phi",
-    architecture="PhiForCausalLM",
-    settings=(
-        *sizes((51200, 2048, 2048, 8192, 24, 32, 0.02)),
-        heads_of_keys(None),
-        rotations(part=0.5),
-        _LAYERNORM,
-        _SIDE_BY_SIDE,
-        *_OUTPUT_BIAS,
-        same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
-        biases(qkv=True, projection=True, mlp=True),
-        word("hidden_act", "activation", UNGATED, "gelu_new"),
-        fixed("qk_layernorm", False),
-        written(resid_pdrop="hidden_dropout", embd_pdrop="hidden_dropout"),
-        ATTENTION_DROPOUT,
-    ),
-    tensors=TensorNames(projection="self_attn.dense", up=("mlp.fc1",), down="mlp.fc2", final_norm="final_layernorm"),
-)
-
-_COHERE = (
-    *sizes((256000, 8192, 8192, 22528, 40, 64, 0.02), tied=True),
-    heads_of_keys(None),
-    always(normalization="layernorm-no-bias", rotary_interleaved=True),
+PHI = llama_like(
+    "phi",
+    "PhiForCausalLM",
     _SIDE_BY_SIDE,
-    same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+    *_OUTPUT_BIAS,
+    fixed("qk_layernorm", False),
+    written(resid_pdrop="hidden_dropout", embd_pdrop="hidden_dropout"),
+    activation=word("hidden_act", "activation", UNGATED, "gelu_new"),
+    norm=_layer_norm(),
+    rotation=rotations(part=0.5),
+    bias=biases(qkv=True, projection=True, mlp=True),
+    head_size=always(),
+    tensors=TensorNames(projection="self_attn.dense", up=("mlp.fc1",), down="mlp.fc2", final_norm="final_layernorm"),
+    defaults=(51200, 2048, 2048, 8192, 24, 32),
+)
+
+_COHERE: dict[str, Any] = {
+    "norm": _layer_norm(normalization="layernorm-no-bias"),
+    "bias": ATTENTION_BIASES,
+    "tied": True,
+    "defaults": (256000, 8192, 8192, 22528, 40, 64),
+}
+_OF_COHERE = (
+    always(rotary_interleaved=True),
+    _SIDE_BY_SIDE,
     same("logit_scale", "logit_multiplier", NUMBER, 0.0625),
-    ATTENTION_BIASES,
-    swish(),
-    ATTENTION_DROPOUT,
 )
 
-COHERE = Family(
-    name="cohere",
-    architecture="CohereForCausalLM",
-    settings=(*_COHERE, head_width(), rotations(base=500_000.0), fixed("use_qk_norm", False, None)),
+COHERE = llama_like(
+    "cohere",
+    "CohereForCausalLM",
+    *_OF_COHERE,
+    fixed("use_qk_norm", False, None),
+    rotation=rotations(base=500_000.0),
+    **_COHERE,
 )
 
-COHERE2 = Family(
-    name="cohere2",
-    architecture="Cohere2ForCausalLM",
-    settings=(
-        *_COHERE,
-        # transformers computes heads from the other sizes, and without a window it rotates none.
-        ignored("head_dim"),
-        rotations(),
-        Setting((), lambda file, fields: {"sliding_window": file.value("sliding_window", COUNT, 4096)}),
-        window_or_unrotated(),
-    ),
+COHERE2 = llama_like(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    *_OF_COHERE,
+    # Without a window transformers rotates no layer.
+    Setting((), lambda file, fields: {"sliding_window": file.value("sliding_window", COUNT, 4096)}),
+    window_or_unrotated(),
+    # transformers computes heads from the other sizes.
+    head_size=ignored("head_dim"),
+    **_COHERE,
 )
 
-OLMO = Family(
-    name="olmo",
-    architecture="OlmoForCausalLM",
-    settings=(
-        *sizes((50304, 2048, 4096, 11008, 32, 32, 0.02)),
-        heads_of_keys(None),
-        head_width(),
-        rotations(),
-        always(normalization="layernorm-no-weights", layernorm_epsilon=1e-5),
-        ATTENTION_BIASES,
-        swish(),
-        fixed("clip_qkv", None),
-        ATTENTION_DROPOUT,
-    ),
+OLMO = llama_like(
+    "olmo",
+    "OlmoForCausalLM",
+    fixed("clip_qkv", None),
+    norm=(always(normalization="layernorm-no-weights", layernorm_epsilon=1e-5),),
+    bias=ATTENTION_BIASES,
+    defaults=(50304, 2048, 4096, 11008, 32, 32),
 )
 
-STARCODER2 = Family(
-    name="starcoder2",
-    architecture="Starcoder2ForCausalLM",
-    settings=(
-        *sizes((49152, 4096, 3072, 12288, 30, 24, 0.018042), tied=True),
-        heads_of_keys(2),
-        head_width(),
-        rotations(),
-        _LAYERNORM,
-        same("norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
-        biases(qkv="use_bias", projection="use_bias", mlp="use_bias", default=True),
-        word("hidden_act", "activation", UNGATED, "gelu_pytorch_tanh"),
-        window_of_all(),
-        written(residual_dropout="hidden_dropout", embedding_dropout="hidden_dropout"),
-        ATTENTION_DROPOUT,
-    ),
+STARCODER2 = llama_like(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    window_of_all(),
+    written(residual_dropout="hidden_dropout", embedding_dropout="hidden_dropout"),
+    activation=word("hidden_act", "activation", UNGATED, "gelu_pytorch_tanh"),
+    norm=_layer_norm("norm_epsilon"),
+    bias=biases(qkv="use_bias", projection="use_bias", mlp="use_bias", default=True),
+    key_heads=2,
+    tied=True,
     tensors=TensorNames(up=("mlp.c_fc",), down="mlp.c_proj"),
+    defaults=(49152, 4096, 3072, 12288, 30, 24),
+    init_std=0.018042,
 )
 
 
-STABLELM = Family(
-    name="stablelm",
-    architecture="StableLmForCausalLM",
-    settings=(
-        *sizes((50304, 4096, 2560, 6912, 32, 32, 0.02)),
-        heads_of_keys(32),
-        rotations(part=0.25),
-        _LAYERNORM,
-        same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
-        biases(qkv="use_qkv_bias"),
-        swish(),
-        # Attention and MLP side by side have one norm.
-        same("use_parallel_residual", "shared_block_norm", SWITCH, False),
-        same("use_parallel_residual", "parallel_residual", SWITCH, False),
-        fixed("qk_layernorm", False),
-        written(hidden_dropout="hidden_dropout"),
-        ATTENTION_DROPOUT,
-    ),
+STABLELM = llama_like(
+    "stablelm",
+    "StableLmForCausalLM",
+    # Attention and MLP side by side have one norm.
+    same("use_parallel_residual", "shared_block_norm", SWITCH, False),
+    same("use_parallel_residual", "parallel_residual", SWITCH, False),
+    fixed("qk_layernorm", False),
+    written(hidden_dropout="hidden_dropout"),
+    norm=_layer_norm(),
+    rotation=rotations(part=0.25),
+    bias=biases(qkv="use_qkv_bias"),
+    key_heads=32,
+    head_size=always(),
+    defaults=(50304, 4096, 2560, 6912, 32, 32),
 )
 
-NEMOTRON = Family(
-    name="nemotron",
-    architecture="NemotronForCausalLM",
-    settings=(
-        *sizes((256000, 4096, 6144, 24576, 32, 48, 0.0134)),
-        heads_of_keys(None),
-        head_width(),
-        rotations(part=0.5),
-        always(normalization="layernorm", apply_layernorm_1p=True),
-        same("norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
-        biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
-        word("hidden_act", "activation", UNGATED, "relu2"),
-        ATTENTION_DROPOUT,
-    ),
+NEMOTRON = llama_like(
+    "nemotron",
+    "NemotronForCausalLM",
+    activation=word("hidden_act", "activation", UNGATED, "relu2"),
+    norm=_layer_norm("norm_eps", apply_layernorm_1p=True),
+    rotation=rotations(part=0.5),
+    bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
     tensors=TensorNames(up=("mlp.up_proj",)),
+    defaults=(256000, 4096, 6144, 24576, 32, 48),
+    init_std=0.0134,
 )
 
 
@@ -415,8 +393,7 @@ FALCON = Family(
     settings=(
         *sizes((65024, 2048, 4544, None, 32, 71, 0.02), {"intermediate_size": "ffn_hidden_size"}, tied=True),
         rotations(),
-        _LAYERNORM,
-        same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        *_layer_norm("layer_norm_epsilon"),
         biases("bias", "bias", "bias"),
         word("activation", "activation", UNGATED, "gelu"),
         Setting(

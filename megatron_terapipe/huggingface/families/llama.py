@@ -3,6 +3,7 @@
 Gemma's are the last: embeddings scaled by the root of their width, norms with weights stored less 1, GeGLU.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
@@ -42,11 +43,16 @@ from megatron_terapipe.huggingface.families.settings import (
 
 ATTENTION_DROPOUT = written(attention_dropout="attention_dropout")
 
+SWISH = word("hidden_act", "activation", GATED, "silu")
+"""The activation function before the gate."""
+
 
 def llama_like(
     name: str,
     architecture: str,
     *settings: Setting,
+    activation: Setting = SWISH,
+    norm: Sequence[Setting] | None = None,
     rotation: Setting | None = None,
     bias: Setting | None = None,
     key_heads: int | None = None,
@@ -57,9 +63,10 @@ def llama_like(
     init_std: float = 0.02,
     **more: Any,
 ) -> Family:
-    """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
+    """Return a family with rotary positions and grouped-query attention; unless given, with RMSNorm and gated MLPs.
 
     Args:
+        norm: settings of the norms and their epsilon; None for RMSNorm, with `epsilon` as the default.
         key_heads: default of the key and value heads; None for as many as query heads.
         head_size: default of the width of a head, None for hidden size over heads; or the setting of it.
         defaults: numbers of words, positions, hidden size, width of MLPs, layers and heads.
@@ -73,9 +80,9 @@ def llama_like(
             heads_of_keys(key_heads),
             head_size if isinstance(head_size, Setting) else head_width(head_size),
             rotation or rotations(),
-            always(normalization="rmsnorm"),
-            same("rms_norm_eps", "layernorm_epsilon", NUMBER, epsilon),
+            *(norm or (always(normalization="rmsnorm"), same("rms_norm_eps", "layernorm_epsilon", NUMBER, epsilon))),
             bias or biases(),
+            activation,
             *settings,
             ATTENTION_DROPOUT,
         ),
@@ -83,15 +90,9 @@ def llama_like(
     )
 
 
-def swish() -> Setting:
-    """Return the setting of the activation function before the gate."""
-    return word("hidden_act", "activation", GATED, "silu")
-
-
 LLAMA = llama_like(
     "llama",
     "LlamaForCausalLM",
-    swish(),
     # Another order of computing the same.
     ignored("pretraining_tp"),
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
@@ -99,16 +100,15 @@ LLAMA = llama_like(
 
 _MISTRAL: dict[str, Any] = {"key_heads": 8, "defaults": (32000, 131072, 4096, 14336, 32, 32)}
 
-MISTRAL = llama_like("mistral", "MistralForCausalLM", swish(), window_of_all(4096), **_MISTRAL)
+MISTRAL = llama_like("mistral", "MistralForCausalLM", window_of_all(4096), **_MISTRAL)
 
-MINISTRAL = llama_like("ministral", "MinistralForCausalLM", swish(), window_by_type(None), **_MISTRAL)
+MINISTRAL = llama_like("ministral", "MinistralForCausalLM", window_by_type(None), **_MISTRAL)
 
 _MINISTRAL3_YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
 
 MINISTRAL3 = llama_like(
     "ministral3",
     "Ministral3ForCausalLM",
-    swish(),
     window_of_all(),
     rotation=with_scaled_queries(
         rotations(base=1_000_000.0, scalings=("yarn",), usual={**_MINISTRAL3_YARN, "attention_factor": 1.0})
@@ -122,7 +122,7 @@ MINISTRAL3 = llama_like(
 ARCEE = llama_like(
     "arcee",
     "ArceeForCausalLM",
-    word("hidden_act", "activation", UNGATED, "relu2"),
+    activation=word("hidden_act", "activation", UNGATED, "relu2"),
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
     epsilon=1e-5,
     tensors=TensorNames(up=("mlp.up_proj",)),
@@ -132,7 +132,6 @@ ARCEE = llama_like(
 ERNIE4_5 = llama_like(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
-    swish(),
     always(rotary_interleaved=True),
     rotation=rotations(base=500_000.0),
     bias=biases(qkv="use_bias", projection="use_bias", mlp="use_bias"),
@@ -153,7 +152,6 @@ def _check_heads(file: SettingsFile, fields: Fields) -> Fields:
 HELIUM = llama_like(
     "helium",
     "HeliumForCausalLM",
-    swish(),
     always(rotary_interleaved=True),
     Setting((), _check_heads),
     rotation=rotations(base=100_000.0),
@@ -167,7 +165,6 @@ HELIUM = llama_like(
 HUNYUAN_V1_DENSE = llama_like(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
-    swish(),
     always(qk_norm="head-rotated"),
     ignored("pretraining_tp"),
     rotation=rotations_by_alpha(),
@@ -190,12 +187,11 @@ _GLM_TENSORS = TensorNames(
     up=("mlp.gate_up_proj",), attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"
 )
 
-GLM = llama_like("glm", "GlmForCausalLM", swish(), always(rotary_interleaved=True), tensors=_GLM_TENSORS, **_GLM)
+GLM = llama_like("glm", "GlmForCausalLM", always(rotary_interleaved=True), tensors=_GLM_TENSORS, **_GLM)
 
 GLM4 = llama_like(
     "glm4",
     "Glm4ForCausalLM",
-    swish(),
     always(rotary_interleaved=True, norm_placement="both"),
     tensors=_GLM_TENSORS,
     **_GLM,
@@ -203,12 +199,11 @@ GLM4 = llama_like(
 
 _QWEN: dict[str, Any] = {"key_heads": 32, "defaults": (151936, 32768, 4096, 22016, 32, 32)}
 
-QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", swish(), window_after_layer(), bias=biases(qkv=True), **_QWEN)
+QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", window_after_layer(), bias=biases(qkv=True), **_QWEN)
 
 QWEN3 = llama_like(
     "qwen3",
     "Qwen3ForCausalLM",
-    swish(),
     window_after_layer(),
     always(qk_norm="head"),
     head_size=128,
@@ -219,7 +214,6 @@ QWEN3 = llama_like(
 SEED_OSS = llama_like(
     "seed_oss",
     "SeedOssForCausalLM",
-    swish(),
     ignored("pretraining_tp"),
     written(residual_dropout="hidden_dropout"),
     bias=biases(qkv="attention_bias", projection="attention_out_bias", mlp="mlp_bias", default="attention_bias"),
@@ -233,7 +227,6 @@ _OLMO: dict[str, Any] = {"bias": ATTENTION_BIASES, "epsilon": 1e-5, "defaults": 
 OLMO2 = llama_like(
     "olmo2",
     "Olmo2ForCausalLM",
-    swish(),
     always(qk_norm="all-heads", norm_placement="post"),
     **_OLMO,
 )
@@ -243,7 +236,6 @@ _ROTATIONS = "read it with transformers 5.16 or newer: before, layers with a win
 OLMO3 = llama_like(
     "olmo3",
     "Olmo3ForCausalLM",
-    swish(),
     always(qk_norm="all-heads", norm_placement="post"),
     rotation=rotations_by_layer(window_by_type(4), 500_000.0, 500_000.0, nested=True),
     remarks=lambda model: [_ROTATIONS] if has_rotations_of_windows(model) else [],
@@ -253,7 +245,6 @@ OLMO3 = llama_like(
 EXAONE4 = llama_like(
     "exaone4",
     "Exaone4ForCausalLM",
-    swish(),
     always(qk_norm="head", norm_placement="post"),
     window_or_unrotated(),
     key_heads=32,
@@ -264,7 +255,6 @@ EXAONE4 = llama_like(
 SMOLLM3 = llama_like(
     "smollm3",
     "SmolLM3ForCausalLM",
-    swish(),
     rotated_layers(),
     rotation=rotations(base=2_000_000.0),
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
@@ -284,7 +274,6 @@ MULTIPLIERS: tuple[Setting, ...] = (
 GRANITE = llama_like(
     "granite",
     "GraniteForCausalLM",
-    swish(),
     *MULTIPLIERS,
     bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
@@ -294,7 +283,6 @@ _LONGROPE = "read it with transformers 5: version 4 computes the factors of long
 PHI3 = llama_like(
     "phi3",
     "Phi3ForCausalLM",
-    swish(),
     window_of_all(),
     written(resid_pdrop="hidden_dropout", embd_pdrop="hidden_dropout"),
     rotation=rotations(part=1.0, scalings=("longrope",), original_length=4096, older_names=("su", "yarn")),
@@ -317,19 +305,22 @@ _SIZES: dict[str, Any] = {"bias": ATTENTION_BIASES, "head_size": 256, "tied": Tr
 GEMMA = llama_like(
     "gemma",
     "GemmaForCausalLM",
-    word("hidden_act", "activation", {**GATED, "gelu": "geglu"}, "gelu_pytorch_tanh"),
     *_COMMON,
+    activation=word("hidden_act", "activation", {**GATED, "gelu": "geglu"}, "gelu_pytorch_tanh"),
     key_heads=16,
     defaults=(256000, 8192, 3072, 24576, 28, 16),
     **_SIZES,
 )
 
 _WITH_WINDOWS: tuple[Setting, ...] = (
-    word("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
     always(norm_placement="both"),
     power("query_pre_attn_scalar", "softmax_scale", -0.5, 256, whole=True),
 )
-_WITH_WINDOWS_SIZES: dict[str, Any] = {"key_heads": 4, "tensors": TensorNames(mlp_norm="pre_feedforward_layernorm")}
+_WITH_WINDOWS_SIZES: dict[str, Any] = {
+    "activation": word("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
+    "key_heads": 4,
+    "tensors": TensorNames(mlp_norm="pre_feedforward_layernorm"),
+}
 
 GEMMA2 = llama_like(
     "gemma2",

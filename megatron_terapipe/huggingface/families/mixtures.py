@@ -22,7 +22,7 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     window_by_type,
     window_of_all,
 )
-from megatron_terapipe.huggingface.families.llama import MULTIPLIERS, llama_like, swish
+from megatron_terapipe.huggingface.families.llama import MULTIPLIERS, llama_like
 from megatron_terapipe.huggingface.families.settings import (
     ATTENTION_BIASES,
     COUNT,
@@ -65,7 +65,6 @@ def mixture(
     return llama_like(
         name,
         architecture,
-        swish(),
         same(key, "num_experts", NATURAL, number),
         same(chosen, "moe_router_topk", COUNT, top_k),
         ignored("router_aux_loss_coef", "output_router_logits"),
@@ -354,14 +353,14 @@ GPT_OSS = mixture(
     ("num_local_experts", 128, 4),
     Setting(("quantization_config",), _quantized),
     window_by_type(2, tokens=128),
-    always(softmax_type="learnable", activation="quick-geglu", glu_linear_offset=1.0, disable_bias_linear=False),
+    always(softmax_type="learnable", glu_linear_offset=1.0, disable_bias_linear=False),
     same("swiglu_limit", "activation_func_clamp_value", NUMBER, 7.0),
     fixed("swiglu_alpha", 1.702),
-    fixed("hidden_act", "silu"),
     fixed("attention_bias", True),
     ONE_WIDTH,
     # They repeat other keys.
     ignored("experts_per_token", "initial_context_length"),
+    activation=word("hidden_act", "activation", {"silu": "quick-geglu"}, "silu"),
     bias=always(),
     rotation=rotations(
         base=150_000.0,
@@ -500,8 +499,7 @@ _DELTA_NETS: tuple[Setting, ...] = (
     *(same(key, key, COUNT, None) for key in ("linear_num_key_heads", "linear_num_value_heads")),
     *(same(key, key, COUNT, None) for key in ("linear_key_head_dim", "linear_value_head_dim")),
     same("linear_conv_kernel_dim", "linear_conv_kernel_dim", COUNT, None),
-    fixed("hidden_act", "silu"),
-    always(activation="swiglu", qk_norm="head", apply_layernorm_1p=True, attention_output_gate=True),
+    always(qk_norm="head", apply_layernorm_1p=True, attention_output_gate=True),
 )
 _WITH_EXPERTS: tuple[Setting, ...] = (
     *_DELTA_NETS,
@@ -510,6 +508,7 @@ _WITH_EXPERTS: tuple[Setting, ...] = (
     always(moe_shared_expert_gate=True),
 )
 _QWEN: dict[str, Any] = {
+    "activation": word("hidden_act", "activation", {"silu": "swiglu"}, "silu"),
     **{"rotation": rotations(part=0.25), "bias": ATTENTION_BIASES, "head_size": 256},
     "tensors": replace(
         _SHARED_EXPERT,
