@@ -114,29 +114,20 @@ def generate(
             f"{len(prompt)} tokens of prompt and {max_new_tokens} new are more than the {max_positions} positions "
             f"of the model: shorten the prompt{f', or ask for {room} new tokens or fewer' if room > 0 else ''}"
         )
-    draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, draws=torch.Generator().manual_seed(seed))
-    return _new_tokens(model, prompt, max_new_tokens, vocab_size=vocab_size, eod=eod, draw=draw)
 
+    @torch.no_grad()
+    def new_tokens() -> Iterator[int]:
+        state = SequenceState(TokenSlices((len(prompt),) + (1,) * max_new_tokens), forward_only=True)
+        tokens, draws = torch.tensor([list(prompt)]), torch.Generator().manual_seed(seed)
+        for token_slice in range(max_new_tokens):
+            logits = model(tokens, state, token_slice)[0, -1, :vocab_size].float()
+            token = _draw(logits, temperature, top_k, top_p, draws)
+            if token == eod:
+                return
+            yield token
+            tokens = torch.tensor([[token]])
 
-@torch.no_grad()
-def _new_tokens(
-    model: WholeModel,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    *,
-    vocab_size: int,
-    eod: int | None,
-    draw: Callable[[torch.Tensor], int],
-) -> Iterator[int]:
-    state = SequenceState(TokenSlices((len(prompt),) + (1,) * max_new_tokens), forward_only=True)
-    tokens = torch.tensor([list(prompt)])
-    for token_slice in range(max_new_tokens):
-        logits = model(tokens, state, token_slice)[0, -1, :vocab_size].float()
-        token = draw(logits)
-        if token == eod:
-            return
-        yield token
-        tokens = torch.tensor([[token]])
+    return new_tokens()
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, draws: torch.Generator) -> int:

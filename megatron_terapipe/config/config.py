@@ -182,45 +182,44 @@ class Config:
                 "its weight: use uniform, or a list of transformer layers"
             )
 
-    @property
-    def _attends(self) -> bool:
-        return any(block.num_key_value_heads for block in self.model.blocks)
-
     def _check_tensor_parallel(self) -> None:
         size = self.parallel.tensor_model_parallel_size
-        shares = [("--num-attention-heads", self.model.num_attention_heads)] if self._attends else []
-        if self.model.vocab_rows is not None:
-            shares.append(("--vocab-rows", self.model.vocab_rows))
+        rows = [] if self.model.vocab_rows is None else [("--vocab-rows", self.model.vocab_rows)]
         for block in self.model.blocks:
             # Tensor-parallel ranks share no expert.
             cut = ("--moe-shared-expert-intermediate-size", block.shared_ffn_hidden_size)
             if not block.num_experts:
                 cut = ("--ffn-hidden-size", block.ffn_hidden_size)
-            shares += [("--num-key-value-heads", block.num_key_value_heads), cut]
-            if block.recurrence is not None:
-                shares.append((_GROUPS[block.recurrence.kind], block.recurrence.num_groups))
-        for name, number in shares:
+            rows += [("--num-key-value-heads", block.num_key_value_heads), cut]
+        for name, number in (*self._shared_by_ranks, *rows):
             if number % size:
                 raise ConfigError(
                     f"{name} {number} is not a multiple of --tensor-model-parallel-size {size}: change one of them"
                 )
 
+    @property
+    def _shared_by_ranks(self) -> list[tuple[str, int]]:
+        """Heads, and groups of layers with a state, that tensor- and sequence-parallel ranks share, by flag."""
+        blocks = self.model.blocks
+        attends = any(block.num_key_value_heads for block in blocks)
+        states = {block.recurrence.kind: block.recurrence for block in blocks if block.recurrence is not None}
+        return [
+            *([("--num-attention-heads", self.model.num_attention_heads)] if attends else []),
+            *((_GROUPS[kind], state.num_groups) for kind, state in states.items()),
+        ]
+
     def _check_sequence_parallel(self) -> None:
         """Check that the heads of each tensor-parallel rank can be dealt to the sequence-parallel ranks."""
-        parallel, heads = self.parallel, self.model.num_attention_heads
-        size, tensor = parallel.ds_sequence_parallel_size, parallel.tensor_model_parallel_size
+        size, tensor = self.parallel.ds_sequence_parallel_size, self.parallel.tensor_model_parallel_size
         times = f" x --tensor-model-parallel-size {tensor} = {size * tensor}" if tensor > 1 else ""
-        if self._attends and heads % (size * tensor):
-            raise ConfigError(
-                f"--num-attention-heads {heads} is not a multiple of --ds-sequence-parallel-size {size}{times}, whose "
-                "ranks share the heads: change one of them"
-            )
-        for block in self.model.blocks:
-            if block.recurrence is not None and block.recurrence.num_groups % (size * tensor):
+        for name, number in self._shared_by_ranks:
+            if number % (size * tensor):
+                shared = "heads" if name == "--num-attention-heads" else "groups"
                 raise ConfigError(
-                    f"{_GROUPS[block.recurrence.kind]} {block.recurrence.num_groups} is not a multiple of "
-                    f"--ds-sequence-parallel-size {size}{times}, whose ranks share the groups: change one of them"
+                    f"{name} {number} is not a multiple of --ds-sequence-parallel-size {size}{times}, whose ranks "
+                    f"share the {shared}: change one of them"
                 )
+        for block in self.model.blocks:
             # Where ranks outnumber key heads, several have the same one.
             own = block.num_key_value_heads // tensor
             if own and own % size and size % own:

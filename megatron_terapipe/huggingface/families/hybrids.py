@@ -67,19 +67,27 @@ _OF_MAMBA: tuple[Setting, ...] = (
 )
 
 
-def _read_heads(file: SettingsFile, fields: Fields) -> Fields:
-    heads, width = file.value("num_heads", COUNT, 128), file.value("head_dim", COUNT, 64)
-    file.expect("expand", [heads * width / fields["hidden_size"]], 2)
-    return {"hybrid_layer_pattern": "M" * fields["num_layers"], "mamba_num_heads": heads, "mamba_head_dim": width}
+def _heads_of_mamba(number: str, width: str, expand: str, default: int | None = None) -> Setting:
+    """Return the setting of the heads of Mamba-2 by three keys.
 
+    Args:
+        default: default of the width; None if without the key, or with "auto", it follows from the others.
+    """
 
-def _write_heads(model: ModelConfig) -> Mapping[str, Any]:
-    heads = model.mamba_num_heads or 1
-    return {
-        "num_heads": heads,
-        "head_dim": model.mamba_head_dim,
-        "expand": heads * model.mamba_head_dim // model.hidden_size,
-    }
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        hidden, heads = fields["hidden_size"], file.value(number, COUNT, 128)
+        if default is None and file.contents.get(width, "auto") == "auto":
+            size = file.value(expand, COUNT, 2) * hidden // heads
+        else:
+            size = file.value(width, COUNT, default)
+        file.expect(expand, [heads * size / hidden], 2)
+        return {"mamba_num_heads": heads, "mamba_head_dim": size}
+
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        heads, size = model.mamba_num_heads or 1, model.mamba_head_dim
+        return {number: heads, width: size, expand: heads * size // model.hidden_size}
+
+    return Setting((number, width, expand), read, write)
 
 
 def _groups_of_norms(model: ModelConfig) -> list[str]:
@@ -97,7 +105,8 @@ MAMBA2 = Family(
         same("initializer_range", "init_method_std", NUMBER, 0.1),
         sizes((None,) * 7)[-1],
         same("num_hidden_layers", "num_layers", COUNT, 64),
-        Setting(("num_heads", "head_dim", "expand"), _read_heads, _write_heads),
+        _heads_of_mamba("num_heads", "head_dim", "expand", 64),
+        Setting((), lambda file, fields: {"hybrid_layer_pattern": "M" * fields["num_layers"]}),
         same("state_size", "mamba_state_dim", COUNT, 128),
         fixed("hidden_act", "silu"),
         *_OF_MAMBA,
@@ -173,24 +182,8 @@ NEMOTRON_H = Family(
 )
 
 
-def _read_mixer(file: SettingsFile, fields: Fields) -> Fields:
-    hidden, heads = fields["hidden_size"], file.value("mamba_n_heads", COUNT, 128)
-    if file.contents.get("mamba_d_head", "auto") == "auto":
-        width = file.value("mamba_expand", COUNT, 2) * hidden // heads
-    else:
-        width = file.value("mamba_d_head", COUNT)
-    file.expect("mamba_expand", [heads * width / hidden], 2)
-    return {"mamba_num_heads": heads, "mamba_head_dim": width}
-
-
-def _write_mixer(model: ModelConfig) -> Mapping[str, Any]:
-    heads = model.mamba_num_heads or 1
-    expand = heads * model.mamba_head_dim // model.hidden_size
-    return {"mamba_n_heads": heads, "mamba_d_head": model.mamba_head_dim, "mamba_expand": expand}
-
-
 _MIXER: tuple[Setting, ...] = (
-    Setting(("mamba_n_heads", "mamba_d_head", "mamba_expand"), _read_mixer, _write_mixer),
+    _heads_of_mamba("mamba_n_heads", "mamba_d_head", "mamba_expand"),
     same("mamba_n_groups", "mamba_num_groups", COUNT, 1),
     same("mamba_d_state", "mamba_state_dim", COUNT, 256),
     fixed("mamba_d_conv", 4),
