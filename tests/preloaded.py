@@ -11,6 +11,7 @@ from importlib.util import find_spec
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import deepspeed.module_inject.auto_ep_layer
 import deepspeed.ops
 import hypothesis.strategies  # noqa: F401
 import numpy.testing  # noqa: F401
@@ -22,12 +23,22 @@ import torch.distributed.tensor  # noqa: F401
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
 
 import deepspeed_ext.runtime.initialize  # noqa: F401
-import megatron_terapipe.training.build_engine  # noqa: F401
+import megatron_terapipe.training.build_engine
+import megatron_terapipe.training.run_summary
+import megatron_terapipe.training.trainer  # noqa: F401
+import pretrain_gpt  # noqa: F401
+import tests.end_to_end.launching  # noqa: F401
 from deepspeed_ext.plan import found_schedule
 from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.solve.orders import optimise
+from megatron_terapipe.arguments import parse_arguments
 
+# The parser of flags is made once, of tables that are read once.
+parse_arguments(
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1"
+    " --mock-data".split()
+)
 # A second of each rank that compares with it, half of it wandb.
 if find_spec("megatron"):
     import megatron.core.models.gpt  # noqa: F401
