@@ -13,8 +13,7 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.planning import cost_model_of, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer import slices_command
-from megatron_terapipe.search.answer.flags import problem_of
-from megatron_terapipe.search.learn.costs import costs_of
+from megatron_terapipe.search.answer.question import question_of
 from megatron_terapipe.search.price.profile import write_profile
 from megatron_terapipe.strategy import Strategy
 from tests.search.price.profiles import profile
@@ -108,8 +107,8 @@ def test_an_optimised_order_is_found_for_the_same_costs(case: Case, tmp_path: Pa
     parser = argparse.ArgumentParser()
     slices_command.add_flags(parser)
     options = parser.parse_args(["-", *case.search, *case.model.split(), "--strategy", ""])
-    problem, _ = problem_of(options, 1)
-    model = costs_of(options, problem).pricing_on(problem.cluster).cost_model
+    asked, _ = question_of(options, 1)
+    model = asked.pricing.cost_model
     theirs = model.pipeline_costs(
         case.strategy(schedule="optimised", num_token_slices=2, token_slices=tuple(answer["curve"][-1]["token_slices"]))
     )

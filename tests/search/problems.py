@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.devices import Device
-from megatron_terapipe.search.answer.what_if import Question
+from megatron_terapipe.search.answer.question import Question
 from megatron_terapipe.search.learn.calibration import no_calibration
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node

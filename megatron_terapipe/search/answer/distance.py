@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
-from megatron_terapipe.search.answer.what_if import Question, left_free
+from megatron_terapipe.search.answer.question import Question
+from megatron_terapipe.search.answer.what_if import left_free
 from megatron_terapipe.search.machine.library import smallest_device_with
 from megatron_terapipe.search.price.memory import RankMemory
 from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload

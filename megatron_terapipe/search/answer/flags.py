@@ -170,8 +170,8 @@ def whole_numbers(text: str, wrong: str) -> tuple[int, ...]:
 
 
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
-    """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut."""
-    given = {each: getattr(options, each.name) for each, _ in ordered_for(DIMENSIONS, "flag_help")}
+    """Return the values that flags, if there are any, allow for dimensions; `token_slices`: the lengths of one cut."""
+    given = {each: getattr(options, each.name, None) for each, _ in ordered_for(DIMENSIONS, "flag_help")}
     return {each.name: each.parse(text) for each, text in given.items() if text is not None}
 
 

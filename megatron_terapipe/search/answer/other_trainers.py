@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
-from megatron_terapipe.search.answer.what_if import Question
+from megatron_terapipe.search.answer.question import Question
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import ALST, FSDP, MEGATRON_CORE
 from megatron_terapipe.search.price.cost_model import CostModel, Prediction, Pricing

@@ -4,21 +4,18 @@ import argparse
 from dataclasses import replace
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
-from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.flags import (
     add_progress_flag,
     add_question_flags,
-    check_count,
-    problem_of,
     progress_bar,
     read_strategies,
 )
 from megatron_terapipe.search.answer.json_documents import PredictDocument
 from megatron_terapipe.search.answer.output_files import write_document
+from megatron_terapipe.search.answer.question import question_of
 from megatron_terapipe.search.answer.screen import print_table
-from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.search import predict_one, ranked_in_order, with_batch
 
 HELP = "Predict time and memory of the strategies in a file. For strategies that cannot run, print the reason."
@@ -53,13 +50,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Price every strategy, print them in the order of their rank, and return 0; the JSON has the order of the file."""
-    batch = options.global_batch_size
-    check_count("--global-batch-size", batch, MOST_SEQUENCES)
+    asked, notes = question_of(options)
+    problem, costs, pricing, batch = asked.problem, asked.costs, asked.pricing, options.global_batch_size
     strategies = [with_batch(strategy, batch) for strategy in read_strategies(options.strategies)]
-    problem, notes = problem_of(options, batch or 1)
     training = training_of(options, problem.cluster)
-    costs = costs_of(options, problem)
-    pricing = costs.pricing_on(problem.cluster)
     entries = []
     with progress_bar(options.progress) as progress:
         for index, strategy in enumerate(strategies):

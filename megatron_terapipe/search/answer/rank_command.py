@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import write_text
-from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.console import output_console, print_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
@@ -24,22 +23,20 @@ from megatron_terapipe.search.answer.flags import (
     add_progress_flag,
     add_question_flags,
     check_count,
-    constraints_of,
-    problem_of,
     progress_bar,
     read_one_strategy,
 )
 from megatron_terapipe.search.answer.json_documents import RankDocument, SearchPart, WhatIfPart
 from megatron_terapipe.search.answer.other_trainers import other_trainers
 from megatron_terapipe.search.answer.output_files import script_command, write_document, write_files
+from megatron_terapipe.search.answer.question import Question, question_of
 from megatron_terapipe.search.answer.screen import print_notes, print_table
-from megatron_terapipe.search.answer.what_if import Question, what_ifs
+from megatron_terapipe.search.answer.what_if import what_ifs
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
-from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, FITS, HEADROOM, NEEDS_NO_HOSTS, ProgressCallback
 from megatron_terapipe.search.rank.rules import DUPLICATES, USES_DEVICES
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, predict_one, search, with_batch
-from megatron_terapipe.search.rank.space import SearchProblem, check_runnable
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.texts import bytes_text, strategy_text, time_text
 
@@ -119,18 +116,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, print the answer, and return the exit code: 1 if no strategy can run."""
-    batch = options.global_batch_size
-    check_count("--global-batch-size", batch, MOST_SEQUENCES)
     check_count("--top", options.top)
     if not 0 < options.effort < math.inf:
         raise ConfigError(f"--effort {options.effort} is not above 0 and finite: give 1, or more for a longer search")
-    problem, notes = problem_of(options, batch)
+    question, notes = question_of(options)
+    problem, costs = question.problem, question.costs
     training = training_of(options, problem.cluster)
-    constraints = constraints_of(options)
-    check_runnable(constraints, problem.software)
-    costs = costs_of(options, problem)
-    question = Question(problem=costs.problem_with(problem, constraints), constraints=constraints, costs=costs)
-    problem = question.problem
     explained = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain, "--explain")
     with progress_bar(options.progress) as progress:
         result = search(
@@ -160,9 +151,15 @@ def run(options: argparse.Namespace) -> int:
         advice += other_trainers(question, entries[0] if entries else None)
     uncalibrated = "no calibration on this cluster: intervals are wide, because data sheets are uncertain"
     assumed = [*notes] if options.calibrate or options.calibration else [*notes, uncalibrated]
-    all_notes = (*costs.notes, *assumed)
     counts = result.counts
-    fields = ranking(problem, entries, all_notes, global_batch_size=batch, constraints=constraints, training=training)
+    fields = ranking(
+        problem,
+        entries,
+        (*costs.notes, *assumed),
+        global_batch_size=problem.global_batch_size,
+        constraints=question.constraints,
+        training=training,
+    )
     for each in advice if not entries else ():
         fields["answer"] = f"nothing fits: {each.line}" if each.name == "nearest" else fields["answer"]
     document = RankDocument(

@@ -16,13 +16,12 @@ from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.flags import (
     add_question_flags,
     check_count,
-    problem_of,
     read_one_strategy,
     whole_numbers,
 )
 from megatron_terapipe.search.answer.json_documents import Cut, TokenSlicesDocument
 from megatron_terapipe.search.answer.output_files import write_document
-from megatron_terapipe.search.learn.costs import costs_of
+from megatron_terapipe.search.answer.question import question_of
 from megatron_terapipe.search.rank.rules import broken_rule
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem
 from megatron_terapipe.search.rank.token_slices import MOST_TOKENS, PricedCut, SolvedCut, solve_cut
@@ -66,12 +65,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Find the cut, print it with the curve over the number of token slices, and return 0."""
     strategy = read_one_strategy(options.strategy, "--strategy")
-    problem, notes = problem_of(options, strategy.num_sequences)
+    asked, notes = question_of(options, strategy.num_sequences)
+    problem, costs, pricing = asked.problem, asked.costs, asked.pricing
     reason = broken_rule(replace(strategy, num_token_slices=1, token_slices=None), problem)
     if reason is not None:
         raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
-    costs = costs_of(options, problem)
-    pricing = costs.pricing_on(problem.cluster)
     counts = None
     if options.count is not None:
         wrong = f"--count {options.count} is not a list of numbers of token slices: write 1,2,4,8"

@@ -22,7 +22,6 @@ import numpy as np
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.answer.answer import predicted_part, question
@@ -31,15 +30,14 @@ from megatron_terapipe.search.answer.flags import (
     add_headroom_flag,
     add_question_flags,
     check_count,
-    constraints_of,
     headroom_of,
-    problem_of,
     progress_bar,
     read_strategies,
 )
 from megatron_terapipe.search.answer.json_documents import Errors, TrialDocument, TrialResult
 from megatron_terapipe.search.answer.output_files import Launch, launch_of, write_document
-from megatron_terapipe.search.learn.costs import Costs, costs_of
+from megatron_terapipe.search.answer.question import Question, question_of
+from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.learn.trials import GIBIBYTE, Trial, read_trials
 from megatron_terapipe.search.learn.validation import relative_errors, spearman, top1_regret
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
@@ -48,7 +46,7 @@ from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.price_document import PredictedPart
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.texts import strategy_text
 
@@ -460,7 +458,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run and record trials, calibrate on them, compare, and return the exit code: 1 if no trial was measured."""
-    check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
     check_count("--top", options.top)
     check_count("--iterations", options.iterations, least=2)
     check_count("--rounds", options.rounds)
@@ -478,10 +475,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> TrialDocument:
     """Run the missing trials, print them with their predictions, and return the answer."""
-    problem, notes = problem_of(options, options.global_batch_size)
+    asked, notes = question_of(options)
+    problem, costs = asked.problem, asked.costs
     if problem.workload.config is None:
         raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
-    costs = costs_of(options, problem)
     print(*(f"note: {note}" for note in (*notes, *costs.notes)), sep="\n", file=sys.stderr)
     journal = Journal(path=Path(options.trials), problem=problem)
     settings = TrialSettings(
@@ -491,7 +488,7 @@ def _run(options: argparse.Namespace) -> TrialDocument:
         flags=tuple(shlex.split(options.trainer_flags)),
         keep=Path(options.keep).absolute() if options.keep else None,
     )
-    strategies = _strategies(options, problem, costs)
+    strategies = _strategies(options, asked)
     pending = journal.pending(strategies, options.rounds)
     if len(pending) < len(strategies):
         print(f"{len(strategies) - len(pending)} of {len(strategies)} are in {options.trials} and are not run again")
@@ -522,8 +519,9 @@ def _run(options: argparse.Namespace) -> TrialDocument:
     return document
 
 
-def _strategies(options: argparse.Namespace, problem: SearchProblem, costs: Costs) -> list[Strategy]:
+def _strategies(options: argparse.Namespace, asked: Question) -> list[Strategy]:
     """Return the strategies to run, the most promising first."""
+    problem = asked.problem
     batch, num_devices = problem.global_batch_size, problem.cluster.num_devices
     if options.strategies:
         read = read_strategies(options.strategies)
@@ -542,11 +540,8 @@ def _strategies(options: argparse.Namespace, problem: SearchProblem, costs: Cost
             assert problem.workload.config is not None
             check_trainable(each, problem.workload.config)
         return found
-    constraints = constraints_of(options)
-    problem = costs.problem_with(problem, constraints)
-    choices = all_choices(problem).constrained(constraints)
     with progress_bar() as progress:
-        result = search(problem, choices, costs.pricing_on, top=options.top, progress=progress)
+        result = search(problem, asked.choices, asked.costs.pricing_on, top=options.top, progress=progress)
     if not result.entries:
         raise ConfigError("no strategy can run: `terapipe search rank --explain` with the same flags explains it")
     return [entry.strategy for entry in result.entries]

@@ -17,8 +17,7 @@ nodes down to one. Each gets a short search near the winner: enough to see wheth
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
@@ -29,57 +28,18 @@ from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.figures import devices_of, speed_of
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.published import TOLERANCE, best_published
+from megatron_terapipe.search.answer.question import Question
 from megatron_terapipe.search.answer.sensitivity import other_constants
-from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.makespan import num_searched_ops
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.rank.grid_prices import ProgressCallback, no_progress
-from megatron_terapipe.search.rank.search import Ranked, SearchResult, priced, search
-from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
+from megatron_terapipe.search.rank.search import Ranked, SearchResult, priced
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.texts import strategy_text, time_text
-
-EFFORT = 0.1  # effort of a second search
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """The question of a search."""
-
-    problem: SearchProblem
-    constraints: Mapping[str, tuple[Any, ...]]
-    """Values that flags allow for dimensions, by name."""
-    costs: Costs
-
-    def changed(self, constraints: Mapping[str, tuple[Any, ...]] | None = None, **changes: Any) -> "Question":
-        """Return the question with other constraints, or other fields of its problem."""
-        problem = replace(self.problem, **changes)
-        # A profile was measured with one trainer.
-        profile = self.costs.profile if problem.software == self.problem.software else None
-        return Question(
-            problem=problem,
-            constraints=self.constraints if constraints is None else constraints,
-            costs=replace(self.costs, workload=problem.workload, software=problem.software, profile=profile),
-        )
-
-    @cached_property
-    def choices(self) -> Choices:
-        """The values of each dimension that are searched."""
-        return all_choices(self.problem).constrained(self.constraints)
-
-    @cached_property
-    def pricing(self) -> Pricing:
-        """Prices on the cluster in the order of its hostfile."""
-        return self.costs.pricing_on(self.problem.cluster)
-
-    def search(self, *, effort: float = EFFORT, progress: ProgressCallback = no_progress) -> SearchResult:
-        """Return the best strategy, without solvers."""
-        return search(
-            self.problem, self.choices, self.costs.pricing_on, top=1, effort=effort, refine=False, progress=progress
-        )
 
 
 def what_ifs(

@@ -1,6 +1,5 @@
 """Sources of prices: data sheets, a profile, trials. The commands of the search and the trainer share them."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -132,16 +131,4 @@ def _in_words(factors: ProfileFactors | None) -> str:
     return (
         f": compared with the profile, ops take {factors.ops:.2f} times as long, messages {factors.messages:.2f}, "
         f"gaps between ops {factors.gaps:.2f}, the end of a step {factors.step:.2f}"
-    )
-
-
-def costs_of(options: argparse.Namespace, problem: SearchProblem) -> Costs:
-    """Return the sources that the flags name; their files are read."""
-    return read_costs(
-        problem.workload,
-        problem.cluster,
-        problem.precision,
-        profile_path=options.profile,
-        calibration_path=options.calibrate or options.calibration,
-        software=problem.software,
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.planning import check_trainable
-from megatron_terapipe.search.answer.what_if import Question
+from megatron_terapipe.search.answer.question import Question
 from megatron_terapipe.search.learn.calibration import no_calibration
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.price.cost_model import Pricing
