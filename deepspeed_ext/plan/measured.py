@@ -70,7 +70,7 @@ STEP_FILES = "iteration_*.json"
 """Name of the files of measured steps that the trainer writes."""
 
 
-def read_steps(path: Path) -> list[StepRecord]:
+def _read_steps(path: Path) -> list[StepRecord]:
     """Read the step of a file, or the steps of a directory in the order of their iterations."""
     files = [path]
     if path.is_dir():
@@ -80,7 +80,7 @@ def read_steps(path: Path) -> list[StepRecord]:
     return [parse_file(file, StepRecord.from_json) for file in files]
 
 
-def alike(steps: list[StepRecord]) -> list[StepRecord]:
+def _alike(steps: list[StepRecord]) -> list[StepRecord]:
     """The steps with the order of the last one: a run may ramp its batches up, or continue with another schedule."""
 
     def kind(step: StepRecord) -> tuple[object, ...]:
@@ -90,7 +90,7 @@ def alike(steps: list[StepRecord]) -> list[StepRecord]:
     return [step for step in steps if kind(step) == last]
 
 
-def name_of(path: Path, steps: list[StepRecord]) -> str:
+def _name_of(path: Path, steps: list[StepRecord]) -> str:
     """Return the name that drawings give the steps."""
     iterations = [step.iteration for step in steps if step.iteration is not None]
     if not iterations:
@@ -347,3 +347,14 @@ def _durations(steps: Sequence[Timeline], key: Callable[[Span], _Key]) -> dict[_
             for span in row:
                 times[key(span)].append(span.end - span.start)
     return times
+
+
+def read_comparison(path: Path) -> tuple[str, list[StepRecord], Comparison]:
+    """Return the measured steps of a file or of a directory: their name in drawings, they, and their simulation."""
+    steps = _alike(_read_steps(path))
+    try:
+        comparison = Comparison(tuple(step.timeline for step in steps))
+        comparison.simulated  # noqa: B018 - simulated here, so that its errors name the path
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    return _name_of(path, steps), steps, comparison

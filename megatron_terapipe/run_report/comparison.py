@@ -9,9 +9,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from deepspeed_ext.plan.draw import Panel
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
-from deepspeed_ext.plan.measured import Comparison, alike, name_of, read_steps
+from deepspeed_ext.plan.measured import Comparison, read_comparison
 from deepspeed_ext.plan.text_files import parse_json, read_text
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
@@ -34,6 +33,12 @@ class MeasuredSteps:
     title: str
     comparison: Comparison
 
+    @classmethod
+    def read(cls, path: Path) -> "MeasuredSteps":
+        """Return the measured steps of a file or of a directory."""
+        title, _, comparison = read_comparison(path)
+        return cls(path, title, comparison)
+
     @property
     def bubble_ratio(self) -> float:
         """Measured bubble ratio of the median step."""
@@ -48,17 +53,6 @@ class MeasuredSteps:
             Panel(f"{self.title}: measured", self.comparison.measured),
             Panel("simulated with the measured op times", self.comparison.simulated),
         ]
-
-
-def read_measured_steps(path: Path) -> MeasuredSteps:
-    """Return the measured steps of a file or of a directory."""
-    steps = alike(read_steps(path))
-    try:
-        comparison = Comparison(tuple(step.timeline for step in steps))
-        comparison.simulated  # noqa: B018 - simulated here, so that its errors name the path
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
-    return MeasuredSteps(path, name_of(path, steps), comparison)
 
 
 UNKNOWN = "strategy: not in the metrics file, so the best strategy of the answer is used"

@@ -16,7 +16,6 @@ from megatron_terapipe.run_report.comparison import (
     MeasuredSteps,
     Prediction,
     compared_figures,
-    read_measured_steps,
     read_prediction,
 )
 from megatron_terapipe.run_report.figures import NO_END, Figures, Incident, figures_of, incidents, listed, strategy_line
@@ -62,9 +61,9 @@ def _report_of(run: TrainingRun, search: str | None, timeline: str | None) -> Ru
     of_run = Path(start.directory)
     steps = prediction = None
     if timeline is not None:
-        steps = read_measured_steps(Path(timeline))
+        steps = MeasuredSteps.read(Path(timeline))
     elif start.timeline is not None and (path := of_run / start.timeline).is_dir():
-        steps = _if_sound(lambda: read_measured_steps(path), problems, "the measured timeline")
+        steps = _if_sound(lambda: MeasuredSteps.read(path), problems, "the measured timeline")
     if search is not None:
         prediction = read_prediction(Path(search), start)
     elif start.strategy_file is not None:

@@ -18,8 +18,8 @@ from deepspeed_ext.plan.command.simulated import (
 )
 from deepspeed_ext.plan.draw import render_text
 from deepspeed_ext.plan.draw.elements import KIND_NAMES, rank_name, with_unit
-from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.measured import Comparison, StepRecord, alike, name_of, read_steps
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.measured import Comparison, StepRecord, read_comparison
 
 _ONLY_SIMULATED = (
     *("schedule", "stages", "model_chunks", "placement", "micro_batches", "token_slices", "costs"),
@@ -38,15 +38,9 @@ def show_measured(options: argparse.Namespace) -> int:
             raise UserError(
                 f"--{name.replace('_', '-')} contradicts --timeline, which shows a step that has run: drop one"
             )
-    steps = alike(read_steps(options.timeline))
-    try:
-        comparison = Comparison(tuple(step.timeline for step in steps))
-        simulated = comparison.simulated
-    except PlanError as error:
-        raise PlanError(f"{options.timeline}: {error}") from None
-    title = name_of(options.timeline, steps)
+    title, steps, comparison = read_comparison(options.timeline)
     memory = memory_of(options, comparison.shape, steps[0].token_slices)
-    panels = [(f"{title}: measured", comparison.measured), ("simulated", simulated)]
+    panels = [(f"{title}: measured", comparison.measured), ("simulated", comparison.simulated)]
     if write_files(options, panels, memory, title, lambda: _figures(comparison, steps, memory)):
         print(_report(comparison))
     return 0

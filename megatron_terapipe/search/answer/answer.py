@@ -6,9 +6,8 @@ from typing import Any
 
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.figures import devices_of, speed_of
+from megatron_terapipe.search.answer.figures import TOLERANCE, best_published, devices_of, speed_of
 from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, RankedEntry
-from megatron_terapipe.search.answer.published import TOLERANCE, best_published
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.price.cost_model import Prediction
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups

@@ -1,19 +1,17 @@
-"""Figures that follow from a prediction, and the columns of a ranking."""
+"""Figures that follow from a prediction, and the best published ones of the same kind."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
-from megatron_terapipe.dimensions import Dimension, ordered_for
-from megatron_terapipe.search.answer.json_documents import DecisionPart, RankedEntry, Ranking
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess
-from megatron_terapipe.search.machine.trainers import TERAPIPE
-from megatron_terapipe.search.price.price_document import PredictedPart, Speed
+from megatron_terapipe.search.price.price_document import Speed
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.space import SearchProblem
-from megatron_terapipe.strategy import DIMENSIONS, Strategy
-from megatron_terapipe.texts import bytes_text, count_text, time_text
+from megatron_terapipe.strategy import Strategy
 
 
 def model_flops(workload: Workload, *, causal: bool = False) -> float:
@@ -63,76 +61,38 @@ def devices_of(cluster: Cluster, strategy: Strategy | None = None) -> dict[str, 
     return dict(found)
 
 
-def interval_text(prediction: PredictedPart) -> str:
-    """Return how far the time may be off, as `-4 +6 %`; empty if the prediction has no interval."""
-    if prediction.interval_s is None or not prediction.iteration_time_s:
-        return ""
-    low, high = (100 * (bound / prediction.iteration_time_s - 1) for bound in prediction.interval_s)
-    return f"{low:+.0f} {high:+.0f} %"
+class PublishedUtilization(NamedTuple):
+    """The best published MFU of a generation of devices, of training a dense GPT.
+
+    All figures count whole attention, no recomputation, 16-bit products over the dense peak of the data sheet; runs in
+    FP8 are left out, since they are faster than this peak. Other generations have no published figure here.
+    """
+
+    share: float
+    """Of the peak, in [0, 1], with full attention."""
+    causal_share: float
+    """The same without the scores that causal attention never computes; it follows from the shapes of the run."""
+    run: str
+    """Which run it was, in words."""
 
 
-def share_text(share: float | None) -> str:
-    """Return a share in per cent as text; empty where it is not known."""
-    return "" if share is None else f"{share:.0%}"
+# 2,048 tokens: abstract.
+LLAMA = PublishedUtilization(0.705, 0.684, "Llama 13B on A100, arXiv 2311.05610")
+# 8,192 tokens, Megatron-core in bf16: step times in the repository's tables, 12.27 s for 128 sequences (v25.04).
+LLAMA_8B = PublishedUtilization(0.625, 0.555, "Llama 3.1 8B on 8 H100, NVIDIA dgxc-benchmarking")
+LLAMA_405B = PublishedUtilization(0.460, 0.442, "Llama 3.1 405B on 128 GB200, NVIDIA dgxc-benchmarking")
+# Abstracts, which may count recomputed FLOPs.
+ZERO_INFINITY = PublishedUtilization(0.40, 0.40, "512 V100, arXiv 2104.07857")
+FRONTIER = PublishedUtilization(0.384, 0.384, "a GPT of 22B on MI250X, arXiv 2312.12705")
+PUBLISHED: Mapping[str, PublishedUtilization] = MappingProxyType(
+    {"ampere": LLAMA, "hopper": LLAMA_8B, "blackwell": LLAMA_405B, "volta": ZERO_INFINITY, "cdna2": FRONTIER}
+)
+"""By generation of devices, on any number of nodes."""
+
+TOLERANCE = 0.03
+"""Share of the peak by which a prediction may be above the best published one without a doubt."""
 
 
-def decision_texts(decision: DecisionPart | None) -> dict[str, str]:
-    """Return the figures of a training that were asked for, by the names of their columns."""
-    if decision is None:
-        return {}
-    each = "" if decision.days is not None else "/M tokens"
-    figures = {"days": decision.days, f"device hours{each}": decision.device_hours, f"price{each}": decision.cost}
-    return {name: count_text(figure) for name, figure in figures.items() if figure is not None}
-
-
-COLUMNS = ordered_for(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
-LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
-
-USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
-"""Columns that are left out where every row has this text."""
-
-
-def heading(ranking: Ranking) -> str:
-    """Return the model, the batch and the cluster of a ranking in one line."""
-    model, nodes = ranking.model, ranking.cluster.num_nodes
-    batch = "" if ranking.global_batch_size is None else f" x {ranking.global_batch_size}"
-    trainer = "" if ranking.software == TERAPIPE.name else f", trainer {ranking.software}"
-    listed = " + ".join(f"{count:,} x {name}" for name, count in ranking.cluster.devices.items())
-    return (
-        f"{model.name} ({count_text(model.parameters)}), {model.seq_length:,}{batch} tokens a step, on "
-        f"{listed} in {nodes} node{'s' if nodes > 1 else ''}, {ranking.precision}{trainer}"
-    )
-
-
-def cells(entry: RankedEntry) -> dict[str, str]:
-    """Return the text of each column for an entry, by its name."""
-    strategy, prediction = Strategy.from_json(entry.strategy), entry.predicted
-    row = {"rank": str(entry.rank), **{name: _cell(each, strategy) for each, name in COLUMNS}}
-    if prediction is not None:
-        row |= {
-            "time": time_text(prediction.iteration_time_s),
-            "interval": interval_text(prediction),
-            "tokens/s": f"{prediction.tokens_per_s:,.0f}",
-            "MFU": share_text(prediction.mfu),
-            "causal MFU": share_text(prediction.mfu_causal),
-            "bubble": f"{prediction.bubble_ratio:.1%}",
-            "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory_per_rank else "",
-            **decision_texts(entry.decision),
-        }
-    return row | {"variants": f"{entry.variants:,}" if entry.variants else "", "why not": entry.reason or ""}
-
-
-def rows_of(entries: Sequence[RankedEntry]) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the names of the columns with any text, and the rows."""
-    rows = [cells(entry) for entry in entries]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    # Prices come before the reason, also where the first row has none.
-    names.sort(key=lambda name: name == "why not")
-    return [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in rows)], rows
-
-
-def _cell(dimension: Dimension, strategy: Strategy) -> str:
-    value = getattr(strategy, dimension.name)
-    if value is None:
-        return dimension.none
-    return str(value) if not isinstance(value, bool) else "yes" if value else "no"
+def best_published(cluster: Cluster) -> PublishedUtilization | None:
+    """Return the best published MFU for the devices of a cluster; None for several kinds, or where none is known."""
+    return PUBLISHED.get(next(iter(cluster.generations))) if len(cluster.generations) == 1 else None

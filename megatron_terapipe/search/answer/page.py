@@ -18,8 +18,8 @@ from megatron_terapipe.page.document import (
     timelines,
 )
 from megatron_terapipe.search.answer.answer import TIME_NAMES, compare, runners_up, why_before
-from megatron_terapipe.search.answer.figures import LEFT, decision_texts, heading, interval_text, rows_of, share_text
 from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry
+from megatron_terapipe.search.answer.screen import LEFT, decision_texts, heading, interval_text, rows_of, share_text
 from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy

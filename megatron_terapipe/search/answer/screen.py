@@ -1,19 +1,30 @@
 """The screen of a command: the answer in words, the question, the table, and the notes that can change most.
 
-All of it fits 100 columns, and the width of a terminal otherwise; the page and the JSON have the rest.
+All of it fits 100 columns, and the width of a terminal otherwise; the page, with the same columns, and the JSON have
+the rest.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.console import output_console, print_text
+from megatron_terapipe.dimensions import Dimension, ordered_for
 from megatron_terapipe.search.answer.answer import why_before
-from megatron_terapipe.search.answer.figures import COLUMNS, LEFT, heading, rows_of
-from megatron_terapipe.search.answer.json_documents import RankDocument, RankedEntry, Ranking
+from megatron_terapipe.search.answer.json_documents import DecisionPart, RankDocument, RankedEntry, Ranking
+from megatron_terapipe.search.machine.trainers import TERAPIPE
+from megatron_terapipe.search.price.price_document import PredictedPart
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.texts import bytes_text, count_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+COLUMNS = ordered_for(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
+LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
+
+USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
+"""Columns that are left out where every row has this text."""
 
 DROPPED_FIRST = (
     *("sp", "ZeRO", "bubble", "causal MFU", "shard", "variants", "offload", "vocabulary", "dK dV", "kept"),
@@ -24,6 +35,74 @@ DROPPED_FIRST = (
 KEPT = ("recompute",)  # columns that stay where all rows have the same text
 EXPLAINED = {"S": "token slices", "V": "model chunks", "mbs": "micro-batch size", "seq": "context-parallel ranks"}
 MOST_NOTES = 5
+
+
+def interval_text(prediction: PredictedPart) -> str:
+    """Return how far the time may be off, as `-4 +6 %`; empty if the prediction has no interval."""
+    if prediction.interval_s is None or not prediction.iteration_time_s:
+        return ""
+    low, high = (100 * (bound / prediction.iteration_time_s - 1) for bound in prediction.interval_s)
+    return f"{low:+.0f} {high:+.0f} %"
+
+
+def share_text(share: float | None) -> str:
+    """Return a share in per cent as text; empty where it is not known."""
+    return "" if share is None else f"{share:.0%}"
+
+
+def decision_texts(decision: DecisionPart | None) -> dict[str, str]:
+    """Return the figures of a training that were asked for, by the names of their columns."""
+    if decision is None:
+        return {}
+    each = "" if decision.days is not None else "/M tokens"
+    figures = {"days": decision.days, f"device hours{each}": decision.device_hours, f"price{each}": decision.cost}
+    return {name: count_text(figure) for name, figure in figures.items() if figure is not None}
+
+
+def heading(ranking: Ranking) -> str:
+    """Return the model, the batch and the cluster of a ranking in one line."""
+    model, nodes = ranking.model, ranking.cluster.num_nodes
+    batch = "" if ranking.global_batch_size is None else f" x {ranking.global_batch_size}"
+    trainer = "" if ranking.software == TERAPIPE.name else f", trainer {ranking.software}"
+    listed = " + ".join(f"{count:,} x {name}" for name, count in ranking.cluster.devices.items())
+    return (
+        f"{model.name} ({count_text(model.parameters)}), {model.seq_length:,}{batch} tokens a step, on "
+        f"{listed} in {nodes} node{'s' if nodes > 1 else ''}, {ranking.precision}{trainer}"
+    )
+
+
+def cells(entry: RankedEntry) -> dict[str, str]:
+    """Return the text of each column for an entry, by its name."""
+    strategy, prediction = Strategy.from_json(entry.strategy), entry.predicted
+    row = {"rank": str(entry.rank), **{name: _cell(each, strategy) for each, name in COLUMNS}}
+    if prediction is not None:
+        row |= {
+            "time": time_text(prediction.iteration_time_s),
+            "interval": interval_text(prediction),
+            "tokens/s": f"{prediction.tokens_per_s:,.0f}",
+            "MFU": share_text(prediction.mfu),
+            "causal MFU": share_text(prediction.mfu_causal),
+            "bubble": f"{prediction.bubble_ratio:.1%}",
+            "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory_per_rank else "",
+            **decision_texts(entry.decision),
+        }
+    return row | {"variants": f"{entry.variants:,}" if entry.variants else "", "why not": entry.reason or ""}
+
+
+def rows_of(entries: Sequence[RankedEntry]) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the names of the columns with any text, and the rows."""
+    rows = [cells(entry) for entry in entries]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    # Prices come before the reason, also where the first row has none.
+    names.sort(key=lambda name: name == "why not")
+    return [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in rows)], rows
+
+
+def _cell(dimension: Dimension, strategy: Strategy) -> str:
+    value = getattr(strategy, dimension.name)
+    if value is None:
+        return dimension.none
+    return str(value) if not isinstance(value, bool) else "yes" if value else "no"
 
 
 def print_table(ranking: Ranking, console: "Console | None" = None) -> None:

@@ -25,9 +25,8 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import why_vocabulary_stays_whole
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.figures import devices_of, speed_of
+from megatron_terapipe.search.answer.figures import TOLERANCE, best_published, devices_of, speed_of
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
-from megatron_terapipe.search.answer.published import TOLERANCE, best_published
 from megatron_terapipe.search.answer.question import Question
 from megatron_terapipe.search.answer.sensitivity import other_constants
 from megatron_terapipe.search.machine.cluster import Cluster

@@ -19,12 +19,11 @@ from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.console import print_text
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.search.answer.answer import compare, document_text, ranking, runners_up
-from megatron_terapipe.search.answer.figures import model_flops, rows_of
+from megatron_terapipe.search.answer.figures import PUBLISHED, best_published, model_flops
 from megatron_terapipe.search.answer.json_documents import PredictDocument, RankDocument, WhatIfPart
 from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_files
 from megatron_terapipe.search.answer.page import render_page
-from megatron_terapipe.search.answer.published import PUBLISHED, best_published
-from megatron_terapipe.search.answer.screen import notes_of, print_notes, print_table
+from megatron_terapipe.search.answer.screen import notes_of, print_notes, print_table, rows_of
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.search.rank.space import SearchProblem

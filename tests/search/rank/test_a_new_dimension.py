@@ -57,7 +57,7 @@ import contextlib, io, json, sys
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.answer.figures import COLUMNS
+from megatron_terapipe.search.answer.screen import COLUMNS
 
 rank, trainer = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 answers = {}
