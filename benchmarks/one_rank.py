@@ -62,7 +62,7 @@ from deepspeed_ext.runtime.gradients.weight_gradients import set_sum
 from deepspeed_ext.runtime.initialize import init_distributed
 from deepspeed_ext.runtime.state.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops, latent_expansion_weights
+from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops, latent_expansion
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.attention import LatentAttention
@@ -308,7 +308,7 @@ def latents(argv: Sequence[str] | None = None) -> None:
         position_embedding_type="rope",
         disable_bias_linear=True,
     )
-    weights = latent_expansion_weights(model, model.blocks[0].latent)
+    weights = latent_expansion(model, model.blocks[0].latent).weights
     layers = [
         LatentAttention(model, model.blocks[0], TensorParallelRanks(), latents_kept=latents_kept)
         for latents_kept in (False, True)

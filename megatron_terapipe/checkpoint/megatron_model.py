@@ -19,7 +19,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.latent import yarn_factor
 from megatron_terapipe.config.layers import window_of_megatron
 from megatron_terapipe.errors import CheckpointError, ConfigError, first_line
-from megatron_terapipe.huggingface.families.family import Family, FurtherNames, LatentNames, TensorNames
+from megatron_terapipe.huggingface.families.family import Family, FurtherNames, TensorNames
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
     NATURAL,
@@ -285,15 +285,13 @@ NAMES = TensorNames(
     key_norm="self_attention.k_layernorm",
     projection="self_attention.linear_proj",
     sinks="self_attention.core_attention.softmax_offset",
-    latent=LatentNames(
-        query_down="self_attention.linear_q_down_proj",
-        query_norm="self_attention.q_layernorm",
-        query_up="self_attention.linear_q_up_proj",
-        query="self_attention.linear_q_proj",
-        down="self_attention.linear_kv_down_proj",
-        norm="self_attention.kv_layernorm",
-        up="self_attention.linear_kv_up_proj",
-    ),
+    query_down="self_attention.linear_q_down_proj",
+    latent_down="self_attention.linear_kv_down_proj",
+    query_latent_norm="self_attention.q_layernorm",
+    latent_norm="self_attention.kv_layernorm",
+    query_up="self_attention.linear_q_up_proj",
+    latent_up="self_attention.linear_kv_up_proj",
+    latent_query="self_attention.linear_q_proj",
     up=("mlp.linear_fc1",),
     down="mlp.linear_fc2",
     router="mlp.router",

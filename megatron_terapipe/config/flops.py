@@ -19,9 +19,10 @@ Arguments are numbers, or arrays that broadcast; counts of whole numbers below 2
 """
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed_ext.plan.costs import CHUNK_TOKENS
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -76,39 +77,80 @@ is read and written once for each time, 8 bytes a weight: at 2,048 tokens that i
 a device that does 165 FLOPs a byte."""
 
 
-def block_weights(model: ModelConfig, block: BlockShape, *, active: bool = False) -> int:
-    """Entries of the weight matrices of a block: those around attention or a recurrence, of MLP, router and experts.
+Parallel = Literal["column", "row", "none"]
+"""How tensor-parallel ranks share a matrix: by its outputs, by its inputs, or not at all."""
 
-    Args:
-        active: count only those that a token is multiplied by: of the experts, the ones that it chooses.
-    """
-    query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
-    key_value_size = 2 * block.num_key_value_heads * model.kv_channels
-    projected = (1 + model.attention_output_gate) * query_size + key_value_size
-    attention = model.hidden_size * (projected + query_size)
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product: the `inputs` numbers of each token times a weight of [inputs, outputs]."""
+
+    inputs: int
+    """Rows of the weight, before tensor-parallel ranks share it."""
+    outputs: int
+    parallel: Parallel = "none"
+
+    @property
+    def weights(self) -> int:
+        """Entries of the weight."""
+        return self.inputs * self.outputs
+
+    def per_rank(self, tensor_parallel_size: int) -> tuple[float, float]:
+        """Inputs and outputs of the part that one tensor-parallel rank computes."""
+        inputs = self.inputs / tensor_parallel_size if self.parallel == "row" else float(self.inputs)
+        outputs = self.outputs / tensor_parallel_size if self.parallel == "column" else float(self.outputs)
+        return inputs, outputs
+
+
+def block_products(model: ModelConfig, block: BlockShape) -> tuple[Product, ...]:
+    """Return the matrices of a block that multiply every token, in order, without the router's."""
+    hidden, of_heads = model.hidden_size, model.num_attention_heads * model.kv_channels
+    found: tuple[Product, ...] = ()
     if (latent := block.latent) is not None:
-        attention = latent_down_weights(model, latent) + latent_expansion_weights(model, latent)
-        attention += (latent.query_rank or model.hidden_size) * query_size
-        attention += model.num_attention_heads * latent.value_size * model.hidden_size
-    if block.recurrence is not None:
-        inner = recurrence_channels(block.recurrence)
-        attention = model.hidden_size * (inner + block.recurrence.num_heads * block.recurrence.value_size)
-    experts = model.moe_router_topk if active and block.num_experts else block.num_experts
-    routed = router_weights(model, block) + experts * mlp_weights(model, block.ffn_hidden_size)
-    return attention + routed + mlp_weights(model, dense_width(block))
+        found = (
+            Product(hidden, latent.query_rank + latent.kept_size),
+            Product(latent.query_rank or hidden, of_heads, "column"),
+            latent_expansion(model, latent),
+            Product(model.num_attention_heads * latent.value_size, hidden, "row"),
+        )
+    elif block.num_key_value_heads:
+        found = Product(hidden, query_key_value_channels(model, block), "column"), Product(of_heads, hidden, "row")
+    if (sizes := block.recurrence) is not None:
+        inputs = Product(hidden, recurrence_channels(sizes), "column")
+        found += inputs, Product(sizes.num_heads * sizes.value_size, hidden, "row")
+    if width := dense_width(block):
+        found += mlp_products(model, width)
+    return found + (Product(hidden, 1),) * has_shared_gate(model, block)
 
 
-def latent_down_weights(model: ModelConfig, sizes: LatentSizes) -> int:
-    """Entries of the matrix to the latents of a token; every tensor-parallel rank has all of them."""
-    return model.hidden_size * (sizes.query_rank + sizes.kept_size)
+def query_key_value_channels(model: ModelConfig, block: BlockShape) -> int:
+    """Channels of the queries, with their gates, the keys and the values of a token."""
+    queries = (1 + model.attention_output_gate) * model.num_attention_heads
+    return (queries + 2 * block.num_key_value_heads) * model.kv_channels
 
 
-def latent_expansion_weights(model: ModelConfig, sizes: LatentSizes) -> int:
-    """Entries of the matrix from the latent to the keys and values of all heads.
+def mlp_products(model: ModelConfig, width: int) -> tuple[Product, Product]:
+    """Return the matrices of one MLP, or of one expert, with a hidden layer of `width`."""
+    return Product(model.hidden_size, (1 + model.gated) * width, "column"), Product(width, model.hidden_size, "row")
+
+
+def latent_expansion(model: ModelConfig, sizes: LatentSizes) -> Product:
+    """Return the matrix from the latent to the keys and values of all heads.
 
     Where latents are kept, a token slice computes its product for the tokens before it, too, and its backward again.
     """
-    return sizes.rank * model.num_attention_heads * (sizes.key_size + sizes.value_size)
+    return Product(sizes.rank, model.num_attention_heads * (sizes.key_size + sizes.value_size), "column")
+
+
+def block_weights(model: ModelConfig, block: BlockShape) -> int:
+    """Entries of the matrices of a block that a token is multiplied by: of the experts, those that it chooses."""
+    weights = _weights(block_products(model, block)) + router_weights(model, block)
+    chosen = model.moe_router_topk if block.num_experts else 0
+    return weights + chosen * _weights(mlp_products(model, block.ffn_hidden_size))
+
+
+def _weights(products: Iterable[Product]) -> int:
+    return sum(each.weights for each in products)
 
 
 def latent_channels(sizes: LatentSizes, *, normed: bool, latents_kept: bool = False) -> int:
@@ -169,14 +211,9 @@ def dense_width(block: BlockShape) -> int:
     return block.shared_ffn_hidden_size if block.num_experts else block.ffn_hidden_size
 
 
-def mlp_weights(model: ModelConfig, width: int) -> int:
-    """Entries of the matrices of one MLP, or of one expert, with a hidden layer of `width`."""
-    return (2 + model.gated) * model.hidden_size * width
-
-
 def router_weights(model: ModelConfig, block: BlockShape) -> int:
-    """Entries of the matrix of a router, and of a gate; each tensor- and expert-parallel rank has all of them."""
-    return model.hidden_size * (block.num_experts + has_shared_gate(model, block))
+    """Entries of the matrix of a router; each tensor- and expert-parallel rank has all of them."""
+    return model.hidden_size * block.num_experts
 
 
 def has_shared_gate(model: ModelConfig, block: BlockShape) -> bool:
@@ -187,19 +224,17 @@ def has_shared_gate(model: ModelConfig, block: BlockShape) -> bool:
 def expert_parameters(model: ModelConfig, block: BlockShape) -> int:
     """Parameters of the experts of a block without the shared ones. Expert-parallel ranks share them, others do not."""
     biases = model.has_mlp_bias * ((1 + model.gated) * block.ffn_hidden_size + model.hidden_size)
-    return block.num_experts * (mlp_weights(model, block.ffn_hidden_size) + biases)
+    return block.num_experts * (_weights(mlp_products(model, block.ffn_hidden_size)) + biases)
 
 
 def block_parameters(model: ModelConfig, block: BlockShape) -> int:
     """Parameters of a block: matrices, their biases, and norms (SC'21 equation 2: 12h^2 + 13h)."""
-    shared = block_weights(model, replace(block, num_experts=0, ffn_hidden_size=dense_width(block)))
+    shared = _weights(each for each in block_products(model, block) if each.parallel != "none")
     if block.num_key_value_heads:
-        queries, keys = (heads * model.kv_channels for heads in (model.num_attention_heads, block.num_key_value_heads))
-        shared += model.has_qkv_bias * ((1 + model.attention_output_gate) * queries + 2 * keys)
-        shared += (model.qk_norm == "all-heads") * (queries + keys)
+        heads = model.num_attention_heads + block.num_key_value_heads
+        shared += model.has_qkv_bias * query_key_value_channels(model, block)
+        shared += (model.qk_norm == "all-heads") * heads * model.kv_channels
         shared += (model.softmax_type == "learnable") * model.num_attention_heads
-    if block.latent is not None:
-        shared -= latent_down_weights(model, block.latent)  # among those that are not shared, below
     if block.recurrence is not None:
         shared += recurrence_parameters(block.recurrence)
     shared += model.has_mlp_bias * (1 + model.gated) * dense_width(block)
@@ -216,12 +251,11 @@ def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
     normed = 2 * model.kv_channels if block.latent is None else block.latent.query_rank + block.latent.rank
     of_heads = has_attention * (model.qk_norm in ("head", "head-rotated")) * _weights_of_norm(model) * normed
     norms = block_norms(model, block) * norm_parameters(model)
-    if block.latent is not None:
-        norms += latent_down_weights(model, block.latent)
     if block.recurrence is not None and block.recurrence.kind == "gated-delta-net":
         norms += (1 + (model.normalization != "rmsnorm")) * block.recurrence.value_size
     router = router_weights(model, block) + model.has_router_bias * block.num_experts
-    return norms + biases * model.hidden_size + of_heads + router
+    whole = _weights(each for each in block_products(model, block) if each.parallel == "none")
+    return whole + norms + biases * model.hidden_size + of_heads + router
 
 
 def block_norms(model: ModelConfig, block: BlockShape) -> int:
@@ -291,7 +325,7 @@ def prediction_weights(model: ModelConfig) -> int:
 def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
     """Forward FLOPs of a token in one block without attention, the same at every position."""
     recurrence = 0 if block.recurrence is None else recurrence_flops_per_token(block.recurrence)
-    return 2 * block_weights(model, block, active=True) + recurrence
+    return 2 * block_weights(model, block) + recurrence
 
 
 def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, LatentSizes, Recurrence, prediction_layers
-from megatron_terapipe.huggingface.families.family import FurtherNames, LatentNames, TensorNames
+from megatron_terapipe.huggingface.families.family import FurtherNames, TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: 
         if shape.recurrence is not None:
             of_module = {**of_module, **_recurrence(shape.recurrence, names, block)}
         elif shape.latent is not None:
-            of_module = {**of_module, **_latent_attention(shape.latent, names.latent, block)}
+            of_module = {**of_module, **_latent_attention(shape.latent, names, block)}
     rules = []
     for parameter in parameters:
         in_block = parameter.removeprefix("block.")
@@ -304,9 +304,12 @@ def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
     return rule
 
 
-def _latent_attention(sizes: LatentSizes, names: LatentNames, block: str) -> Mapping[str, Named]:
+def _latent_attention(sizes: LatentSizes, names: TensorNames, block: str) -> Mapping[str, Named]:
     """The rules of latent attention: the matrix to all latents is two there, or one without a query latent."""
-    down = {f"{block}{names.query_down}.weight": sizes.query_rank, f"{block}{names.down}.weight": sizes.kept_size}
+    down = {
+        f"{block}{names.query_down}.weight": sizes.query_rank,
+        f"{block}{names.latent_down}.weight": sizes.kept_size,
+    }
     parts = {name: rows for name, rows in down.items() if rows}
     to_latents = WeightRule(
         "attention.down",
@@ -316,15 +319,15 @@ def _latent_attention(sizes: LatentSizes, names: LatentNames, block: str) -> Map
     )
     of_heads = WeightRule(
         "attention.up",
-        (f"{block}{names.up}.weight",),
+        (f"{block}{names.latent_up}.weight",),
         lambda weight: (weight.flatten(0, 1),),
         lambda found: found[0].unflatten(0, (-1, sizes.key_size + sizes.value_size)),
     )
     return {
         "attention": lambda ours, kind: to_latents if kind == "down" else of_heads,
-        "attention.query_norm": _plain(block + names.query_norm),
-        "attention.latent_norm": _plain(block + names.norm),
-        "attention.query_up": _plain(block + (names.query_up if sizes.query_rank else names.query)),
+        "attention.query_norm": _plain(block + names.query_latent_norm),
+        "attention.latent_norm": _plain(block + names.latent_norm),
+        "attention.query_up": _plain(block + (names.query_up if sizes.query_rank else names.latent_query)),
     }
 
 

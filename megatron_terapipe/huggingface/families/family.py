@@ -36,20 +36,6 @@ class FurtherNames:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatentNames:
-    """Names of latent attention: matrices to latents, their norms, and matrices from them."""
-
-    query_down: str = "self_attn.q_a_proj"
-    query_norm: str = "self_attn.q_a_layernorm"
-    query_up: str = "self_attn.q_b_proj"
-    query: str = "self_attn.q_proj"
-    """The matrix of queries without a latent of them."""
-    down: str = "self_attn.kv_a_proj_with_mqa"
-    norm: str = "self_attn.kv_a_layernorm"
-    up: str = "self_attn.kv_b_proj"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNames:
     """Names without `.weight` and `.bias`; in a transformer layer they follow its number."""
 
@@ -75,7 +61,15 @@ class TensorNames:
     projection: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
     """The whole name."""
-    latent: LatentNames = LatentNames()
+    query_down: str = "self_attn.q_a_proj"
+    """Latent attention: the matrices to the latents of queries and of keys, their norms, and the matrices from them."""
+    latent_down: str = "self_attn.kv_a_proj_with_mqa"
+    query_latent_norm: str = "self_attn.q_a_layernorm"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    latent_up: str = "self_attn.kv_b_proj"
+    latent_query: str = "self_attn.q_proj"
+    """The matrix of queries without a latent of them."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """The matrices to the hidden layer of the MLP: gate and gated half, separate or both in one."""
     down: str = "mlp.down_proj"

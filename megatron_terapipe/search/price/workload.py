@@ -11,38 +11,14 @@ from typing import Literal, get_args
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.config import flops
-from megatron_terapipe.config.flops import attended_positions
+from megatron_terapipe.config.flops import Parallel, Product, attended_positions
 from megatron_terapipe.config.layers import BlockShape, LatentSizes, Recurrence
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 
-__all__ = ["Workload"]
-
-Parallel = Literal["column", "row", "none"]
-"""How tensor-parallel ranks share a matrix: by its outputs, by its inputs, or not at all."""
+__all__ = ["Parallel", "Product", "Workload"]
 
 LayerKind = Literal["embedding", "block", "norm", "head", "other"]
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix product: the `inputs` numbers of each token times a weight of [inputs, outputs]."""
-
-    inputs: int
-    """Rows of the weight, before tensor-parallel ranks share it."""
-    outputs: int
-    parallel: Parallel = "none"
-
-    @property
-    def weights(self) -> int:
-        """Entries of the weight."""
-        return self.inputs * self.outputs
-
-    def per_rank(self, tensor_parallel_size: int) -> tuple[float, float]:
-        """Inputs and outputs of the part that one tensor-parallel rank computes."""
-        inputs = self.inputs / tensor_parallel_size if self.parallel == "row" else float(self.inputs)
-        outputs = self.outputs / tensor_parallel_size if self.parallel == "column" else float(self.outputs)
-        return inputs, outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,19 +396,11 @@ def _prediction(model: ModelConfig, block: Layer) -> Layer:
     )
 
 
-def _mlp_products(model: ModelConfig, width: int) -> tuple[Product, ...]:
-    hidden = model.hidden_size
-    return Product(hidden, (1 + model.gated) * width, "column"), Product(width, hidden, "row")
-
-
 def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
     hidden, heads, head_size = model.hidden_size, model.num_attention_heads, model.kv_channels
-    latent = shape.latent
-    products: list[Product] = []
     attention = None
     num_biases = biased_channels = 0
     if shape.num_key_value_heads:
-        of_heads = ((1 + model.attention_output_gate) * heads + 2 * shape.num_key_value_heads) * head_size
         attention = Attention(
             heads,
             shape.num_key_value_heads,
@@ -442,36 +410,21 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
             normed=model.qk_norm != "none",
             written_out=model.attention_softcap is not None or model.attention_dropout > 0,
             gated=model.attention_output_gate,
-            latent=latent,
+            latent=shape.latent,
         )
-        if latent is None:
-            products += Product(hidden, of_heads, "column"), Product(heads * head_size, hidden, "row")
-        else:
-            products += (
-                Product(hidden, latent.query_rank + latent.kept_size, "none"),
-                Product(latent.query_rank or hidden, heads * head_size, "column"),
-                Product(latent.rank, heads * (latent.key_size + latent.value_size), "column"),
-                Product(heads * latent.value_size, hidden, "row"),
-            )
         num_biases += model.has_qkv_bias + model.has_projection_bias
-        biased_channels += model.has_qkv_bias * of_heads + model.has_projection_bias * hidden
-    if (sizes := shape.recurrence) is not None:
-        products += (
-            Product(hidden, flops.recurrence_channels(sizes), "column"),
-            Product(sizes.num_heads * sizes.value_size, hidden, "row"),
-        )
+        biased_channels += model.has_qkv_bias * flops.query_key_value_channels(model, shape)
+        biased_channels += model.has_projection_bias * hidden
     experts, width = None, flops.dense_width(shape)
     if width:
-        products += _mlp_products(model, width)
         num_biases += 2 * model.has_mlp_bias
         biased_channels += model.has_mlp_bias * ((1 + model.gated) * width + hidden)
     if shape.num_experts:
-        products += [Product(hidden, 1, "none")] * flops.has_shared_gate(model, shape)
         experts = Experts(
             number=shape.num_experts,
             chosen=model.moe_router_topk,
             width=shape.ffn_hidden_size,
-            products=_mlp_products(model, shape.ffn_hidden_size),
+            products=flops.mlp_products(model, shape.ffn_hidden_size),
             parameters=flops.expert_parameters(model, shape),
             dispatcher=model.moe_token_dispatcher_type,
             imbalance=imbalance,
@@ -485,9 +438,9 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         hidden_size=hidden,
         parameters=flops.block_parameters(model, shape),
         unshared_parameters=flops.block_unshared_parameters(model, shape),
-        products=tuple(products),
+        products=flops.block_products(model, shape),
         attention=attention,
-        recurrence=sizes,
+        recurrence=shape.recurrence,
         experts=experts,
         num_norms=flops.block_norms(model, shape),
         kept_states=kept_states,
@@ -498,7 +451,7 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         normalization="rmsnorm" if model.normalization == "rmsnorm" else "layernorm",
         num_biases=num_biases,
         biased_channels=biased_channels,
-        rotary_channels=(heads + (shape.num_key_value_heads if latent is None else 1))
+        rotary_channels=(heads + (shape.num_key_value_heads if shape.latent is None else 1))
         * model.rotary_channels
         * rotated,
     )
