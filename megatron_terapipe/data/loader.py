@@ -1,11 +1,10 @@
 """Micro-batches for one data-parallel rank, in an order that only the samples consumed decide."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,78 +84,46 @@ _BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23
 """Micro-batches that a thread prepares ahead: as many, and no more tokens together than that, at 20 bytes each."""
 
 
-class MicroBatchLoader(Iterator[MicroBatch]):
-    """Endless micro-batches of one data-parallel rank, prepared in the background.
+def load_micro_batches(
+    dataset: SampleDataset,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    consumed_samples: int = 0,
+    num_workers: int = 1,
+    *,
+    separating_eod: int | None = None,
+    masked_eod: int | None = None,
+    pin_memory: bool = False,
+    seq_length: int = 1,
+) -> Generator[MicroBatch]:
+    """Yield endless micro-batches of one data-parallel rank, prepared in the background; close it at the end.
 
     After `consumed_samples`, the dataset's samples go to micro-batch 0 of rank 0, of rank 1, ..., then to micro-batch 1
     of rank 0, and so on. So a global batch is a run of consecutive samples, the same under every data-parallel size,
     and a resumed run continues with the next sample. After the last sample the first follows. An exception while a
-    batch is prepared is raised by `next` in that batch's place, and ends the iteration.
+    batch is prepared is raised in that batch's place, and ends the iteration.
+
+    Args:
+        consumed_samples: samples that all ranks together have taken before, over all runs.
+        num_workers: threads that prepare batches ahead; 0 prepares each in `next`.
+        seq_length: tokens of a sample; of long ones fewer are prepared ahead.
     """
+    assert 0 <= data_parallel_rank < data_parallel_size and len(dataset), "checked by the configuration"
 
-    def __init__(
-        self,
-        dataset: SampleDataset,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        consumed_samples: int = 0,
-        num_workers: int = 1,
-        *,
-        separating_eod: int | None = None,
-        masked_eod: int | None = None,
-        pin_memory: bool = False,
-        seq_length: int = 1,
-    ) -> None:
-        """Begin after the samples consumed.
-
-        Args:
-            consumed_samples: samples that all ranks together have taken before, over all runs.
-            num_workers: threads that prepare batches ahead; 0 prepares each in `next`.
-            seq_length: tokens of a sample; of long ones fewer are prepared ahead.
-        """
-        assert 0 <= data_parallel_rank < data_parallel_size and len(dataset), "checked by the configuration"
-        self._dataset = dataset
-        self._micro_batch_size = micro_batch_size
-        self._separating_eod, self._masked_eod = separating_eod, masked_eod
-        self._pin_memory = pin_memory
-        self._executor = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
-        starts = count(
-            consumed_samples + data_parallel_rank * micro_batch_size,
-            micro_batch_size * data_parallel_size,
-        )
-        fit = _TOKENS_AHEAD // (micro_batch_size * seq_length)
-        ahead = min(max(1, fit), _BATCHES_AHEAD_PER_WORKER)
-        self._batches: Iterator[MicroBatch] = (
-            map_ahead(self._executor, self._load, starts, ahead * num_workers)
-            if self._executor
-            else map(self._load, starts)
-        )
-
-    def _load(self, start: int) -> MicroBatch:
-        numbers = range(start, start + self._micro_batch_size)
-        samples = [self._dataset[number % len(self._dataset)] for number in numbers]
+    def load(start: int) -> MicroBatch:
+        samples = [dataset[number % len(dataset)] for number in range(start, start + micro_batch_size)]
         if isinstance(samples[0], Mapping):
             batch = MicroBatch.from_parts(samples)
         else:
-            batch = MicroBatch.from_samples(
-                torch.from_numpy(np.stack(samples)), separating_eod=self._separating_eod, masked_eod=self._masked_eod
-            )
-        return batch.pin_memory() if self._pin_memory else batch
+            ids = torch.from_numpy(np.stack(samples))
+            batch = MicroBatch.from_samples(ids, separating_eod=separating_eod, masked_eod=masked_eod)
+        return batch.pin_memory() if pin_memory else batch
 
-    def __next__(self) -> MicroBatch:
-        return next(self._batches)
-
-    def close(self) -> None:
-        """Stop preparing batches and end the threads; there is no next batch after this."""
-        self._batches = iter(())
-        if self._executor:
-            self._executor.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    starts = count(consumed_samples + data_parallel_rank * micro_batch_size, micro_batch_size * data_parallel_size)
+    if not num_workers:
+        yield from map(load, starts)
+    fit = _TOKENS_AHEAD // (micro_batch_size * seq_length)
+    ahead = min(max(1, fit), _BATCHES_AHEAD_PER_WORKER)
+    with ThreadPoolExecutor(num_workers, "loader") as executor:
+        yield from map_ahead(executor, load, starts, ahead * num_workers)

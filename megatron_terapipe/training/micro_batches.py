@@ -1,10 +1,8 @@
 """The micro-batches that a rank reads, and their token slices."""
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -17,7 +15,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch
 from megatron_terapipe.config import DataConfig, ModelConfig
 from megatron_terapipe.data.datasets import SampleDataset
-from megatron_terapipe.data.loader import MicroBatch, MicroBatchLoader
+from megatron_terapipe.data.loader import MicroBatch, load_micro_batches
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.training.run import Run
 
@@ -109,44 +107,38 @@ def documents_reader(data: DataConfig, *, numbered: bool = False) -> Callable[[M
     )
 
 
-@contextmanager
 def micro_batches(
     run: Run,
     engine: TokenSlicePipelineEngine,
     dataset: SampleDataset,
     consumed_samples: int,
     micro_batch_size: int | None = None,
-) -> Iterator[Iterator[Any]]:
-    """Read a dataset from `consumed_samples` on, if this rank's stage reads any.
+) -> Generator[MicroBatch]:
+    """Read a dataset from `consumed_samples` on, if this rank's stage reads any; close it at the end.
 
     Between the first and the last stage nothing is read, unless attention separates documents.
 
     Args:
         micro_batch_size: rows of a micro-batch; None = as in training.
+
+    Raises:
+        DataError: with the rank and its host, because others may read other files.
     """
-    data = run.config.data
     if not engine.reads_data:
-        yield iter(())
         return
-    eod = run.tokenizer.eod
-    with MicroBatchLoader(
-        dataset,
-        micro_batch_size or run.config.batch.micro_batch_size,
-        run.layout.coordinate(run.launch.rank).data,
-        run.layout.data_parallel_size,
-        consumed_samples,
-        num_workers=data.num_workers,
-        separating_eod=eod if data.separates_documents else None,
-        masked_eod=eod if data.eod_mask_loss else None,
-        pin_memory=get_accelerator().device_name() != "cpu",
-        seq_length=run.config.model.seq_length,
-    ) as loader:
-        yield _named(loader, run.launch.rank)
-
-
-def _named(loader: MicroBatchLoader, rank: int) -> Iterator[Any]:
-    """Yield the micro-batches; an error has the rank and host, because others may read other files."""
+    data, eod, rank = run.config.data, run.tokenizer.eod, run.launch.rank
     try:
-        yield from loader
+        yield from load_micro_batches(
+            dataset,
+            micro_batch_size or run.config.batch.micro_batch_size,
+            run.layout.coordinate(rank).data,
+            run.layout.data_parallel_size,
+            consumed_samples,
+            num_workers=data.num_workers,
+            separating_eod=eod if data.separates_documents else None,
+            masked_eod=eod if data.eod_mask_loss else None,
+            pin_memory=get_accelerator().device_name() != "cpu",
+            seq_length=run.config.model.seq_length,
+        )
     except DataError as error:
         raise DataError(f"rank {rank} (host {socket.gethostname()}): {error}") from None

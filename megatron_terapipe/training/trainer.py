@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -112,7 +112,7 @@ def evaluate(
     rows, num_micro_batches = run.evaluation_batch
     per_token = run.config.training.calculate_per_token_loss
     losses, weights = [], []
-    with micro_batches(run, engine, dataset, 0, rows) as batches:
+    with closing(micro_batches(run, engine, dataset, 0, rows)) as batches:
         for _ in range(run.config.logging.eval_iters):
             found = engine.eval_batch(batches, num_micro_batches=num_micro_batches, micro_batch_size=rows)
             losses.append(losses_of_depths(found, run.config.model))
@@ -287,8 +287,8 @@ class Trainer:
 
     def _train(self, exits: ExitConditions, cleanup: ExitStack) -> None:
         run, progress = self._run, self._run.start
-        loader = cleanup.enter_context(micro_batches(run, self._engine, run.datasets.train, progress.consumed_samples))
-        batches = RememberedBatches(loader)
+        loader = micro_batches(run, self._engine, run.datasets.train, progress.consumed_samples)
+        batches = RememberedBatches(cleanup.enter_context(closing(loader)))
         last_iteration = run.train_iters
         if progress.iteration == 0 and run.config.checkpoint.saves_after(0):
             self._saves.save(progress)

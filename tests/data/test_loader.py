@@ -1,6 +1,7 @@
 """Micro-batches: documents separated as in Megatron; an order independent of ranks, resumable, in the background."""
 
 import threading
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deepspeed_ext.runtime.attention.documents import Documents
-from megatron_terapipe.data.loader import MicroBatch, MicroBatchLoader
+from megatron_terapipe.data.loader import MicroBatch, load_micro_batches
 
 SAMPLES = torch.tensor([[1, 2, 0, 3], [4, 0, 0, 5]])
 
@@ -113,7 +114,7 @@ SIZE = 50
 
 def samples_of(count: int, *shape: int, num_workers: int) -> list[list[int]]:
     """Return the samples' numbers in the first micro-batches; shape: the loader's four integers."""
-    with MicroBatchLoader(Numbers(SIZE), *shape, num_workers=num_workers) as batches:
+    with closing(load_micro_batches(Numbers(SIZE), *shape, num_workers=num_workers)) as batches:
         return [batch.tokens[:, 0].tolist() for batch in islice(batches, count)]
 
 
@@ -150,7 +151,7 @@ def test_samples_are_consumed_in_order_whatever_changes_between_runs_and_steps(
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_an_exception_in_the_background_is_raised_in_its_place_and_ends_the_threads(num_workers: int) -> None:
     before = {*threading.enumerate()}
-    with MicroBatchLoader(Numbers(9, fails_at=5), 2, 0, 1, 0, num_workers) as batches:
+    with closing(load_micro_batches(Numbers(9, fails_at=5), 2, 0, 1, 0, num_workers)) as batches:
         assert next(batches).tokens[:, 0].tolist() == [0, 1]
         assert next(batches).tokens[:, 0].tolist() == [2, 3]
         with pytest.raises(OSError, match="sample 5 cannot be read"):
@@ -166,7 +167,7 @@ def test_slow_and_uneven_samples_keep_their_order(num_workers: int) -> None:
             threading.Event().wait(0.003 * (sample % 3 == 0))
             return super().__getitem__(sample)
 
-    with MicroBatchLoader(Uneven(100), 1, 0, 1, num_workers=num_workers) as batches:
+    with closing(load_micro_batches(Uneven(100), 1, 0, 1, num_workers=num_workers)) as batches:
         assert [int(batch.tokens[0, 0]) for batch in islice(batches, 40)] == list(range(40))
 
 
@@ -174,7 +175,7 @@ def test_slow_and_uneven_samples_keep_their_order(num_workers: int) -> None:
 def test_the_background_stays_a_few_batches_ahead_and_ends_on_close(seq_length: int, most: int) -> None:
     dataset = Numbers(1000)
     before = {*threading.enumerate()}
-    batches = MicroBatchLoader(dataset, 1, 0, 1, num_workers=1, seq_length=seq_length)
+    batches = load_micro_batches(dataset, 1, 0, 1, num_workers=1, seq_length=seq_length)
     next(batches)
     assert len({*threading.enumerate()} - before) == 1
     batches.close()

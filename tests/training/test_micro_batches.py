@@ -1,5 +1,6 @@
 """The micro-batches that ranks read, and the batches of their token slices."""
 
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ def read(rank: int, words: str) -> torch.Tensor:
     launch = LaunchEnvironment(rank=rank, world_size=4, local_rank=rank, local_size=4)
     run = prepare(parse_arguments(f"{WORDS} {words}".split()), launch)
     reading = SimpleNamespace(reads_data=True)
-    with micro_batches(run, reading, run.datasets.train, consumed_samples=0) as batches:
+    with closing(micro_batches(run, reading, run.datasets.train, consumed_samples=0)) as batches:
         return torch.stack([next(batches).tokens for _ in range(MICRO_BATCHES)])
 
 
