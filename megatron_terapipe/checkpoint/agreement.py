@@ -1,12 +1,17 @@
-"""Actions of the first rank for all ranks, and faults that all ranks raise at the same time."""
+"""Actions of the first rank for all ranks, faults that all ranks raise at the same time, and waits for long work."""
 
+import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
+from deepspeed_ext.runtime.health.ledger import OpLedger
+from megatron_terapipe.errors import AgreedCheckpointError, AgreedDataError, CheckpointError
 
 Result = TypeVar("Result")
 
@@ -55,3 +60,51 @@ def first_fault(mine: str | None) -> str | None:
     faults: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(faults, mine)
     return next((fault for fault in faults if fault is not None), None)
+
+
+_INTERVAL_S, _SPEAKS_EVERY_S = 1.0, 30.0
+"""Seconds until ranks ask each other again, far below any timeout, and between lines of the log."""
+
+
+def any_rank(mine: bool) -> bool:
+    """Whether a condition is true on any rank; a collective operation of all ranks."""
+    flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) -> None:
+    """Run an action that may take long on some ranks before the first step; a collective operation of all ranks.
+
+    A thread runs it, while a collective operation from time to time shows that all ranks are alive: a timeout ends the
+    wait only for a rank that died or stopped.
+
+    Raises:
+        AgreedDataError: on every rank, if the action raises a UserError on one.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = Thread(target=run, name=name, daemon=True)
+    thread.start()
+    began = spoke = time.monotonic()
+    working = True
+    while working:
+        thread.join(min(_INTERVAL_S, 0.05 + time.monotonic() - began))
+        with ledger.phase(name):
+            working = any_rank(thread.is_alive())
+        if working and dist.get_rank() == 0 and time.monotonic() - spoke > _SPEAKS_EVERY_S:
+            spoke = time.monotonic()
+            print(f" {name} since {spoke - began:.0f} s", flush=True)
+
+    def raise_again() -> None:
+        if raised:
+            raise raised[0]
+
+    with ledger.phase(name):
+        agreed(raise_again, AgreedDataError)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from megatron_terapipe.checkpoint.directories import BF16_PREFIX, experts_state_file, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -27,6 +28,22 @@ from megatron_terapipe.errors import CheckpointError, first_line
 INDEX_FILE = "index.json"
 PARAMETER_NAMES = "parameter_names"
 """Key of a rank's state under which `save` puts the names of the optimizer's parameters, group by group."""
+
+
+def is_partitioned(engine: TokenSlicePipelineEngine) -> bool:
+    """Whether DeepSpeed deals flat groups of parameters to the data-parallel ranks: under ZeRO 1, and in bf16."""
+    return not isinstance(engine.optimizer, torch.optim.Optimizer)
+
+
+def own_elements(engine: TokenSlicePipelineEngine, parameter: nn.Parameter) -> range:
+    """Return the elements of a flattened parameter that this rank's optimizer works on: all, a fragment, or none."""
+    if not is_partitioned(engine):
+        return range(parameter.numel())
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return range(0)
+    address = mapping.lp_fragment_address
+    return range(address.start, address.start + address.numel)
 
 
 class Fragment(NamedTuple):

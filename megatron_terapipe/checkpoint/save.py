@@ -26,11 +26,18 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.directories import complete, experts_file, experts_state_file, remove_older
-from megatron_terapipe.checkpoint.engine_state import is_partitioned, own_elements
 from megatron_terapipe.checkpoint.info import EXPERTS, RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
 from megatron_terapipe.checkpoint.model_files import in_checkpoint
-from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, PARAMETER_NAMES, Fragment, Place, index_text
+from megatron_terapipe.checkpoint.optimizer_state import (
+    INDEX_FILE,
+    PARAMETER_NAMES,
+    Fragment,
+    Place,
+    index_text,
+    is_partitioned,
+    own_elements,
+)
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError, SaveError, first_line
 

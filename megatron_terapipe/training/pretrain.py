@@ -90,9 +90,8 @@ def _train(trained: TrainedModel, config: Config, notices: Sequence[str], end: E
             report.write_end(reason, failed=True)
 
     end.lost = write_loss
-    from megatron_terapipe.checkpoint.agreement import from_first_rank
+    from megatron_terapipe.checkpoint.agreement import from_first_rank, work_of_any_rank
     from megatron_terapipe.training.build_engine import build_engine, process_group
-    from megatron_terapipe.training.long_work import work_of_any_rank
     from megatron_terapipe.training.run import prepare, with_whole_checkpoint
     from megatron_terapipe.training.run_summary import start_of_log
     from megatron_terapipe.training.trainer import Trainer

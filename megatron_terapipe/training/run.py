@@ -31,9 +31,15 @@ from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoi
 from megatron_terapipe.config import Config, LoggingConfig
 from megatron_terapipe.config.batch import BatchSizes, EvaluationBatch
 from megatron_terapipe.config.data import DEFAULT_SPLIT, PARTS
-from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets, prepare_samples
+from megatron_terapipe.data.datasets import (
+    DatasetSplits,
+    build_datasets,
+    index_cache,
+    mock_datasets,
+    own_datasets,
+    prepare_samples,
+)
 from megatron_terapipe.data.fill_in_the_middle import FillInTheMiddle
-from megatron_terapipe.data.own_dataset import own_datasets
 from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings

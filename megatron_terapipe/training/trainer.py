@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.rank_watch import CTRL_C
-from megatron_terapipe.checkpoint.agreement import from_first_rank
+from megatron_terapipe.checkpoint.agreement import any_rank, from_first_rank
 from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning
 from megatron_terapipe.checkpoint.saved_weights import left_out
 from megatron_terapipe.config import Config, ModelConfig
@@ -31,7 +31,6 @@ from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import SaveError
 from megatron_terapipe.records import EvaluationMetrics, Progress, RunEnd, Saved
 from megatron_terapipe.training.auto_plan import keep_schedule, keep_strategy, notes
-from megatron_terapipe.training.long_work import any_rank
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.number_guards import (
     BadIteration,

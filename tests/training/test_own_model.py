@@ -23,8 +23,8 @@ from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.runtime.executor import Executor
 from megatron_terapipe.arguments.build import parse_arguments, read_arguments
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.data.datasets import own_datasets
 from megatron_terapipe.data.loader import MicroBatch
-from megatron_terapipe.data.own_dataset import own_datasets
 from megatron_terapipe.errors import CheckpointError, DataError
 from megatron_terapipe.model.gpt import gpt_loss
 from megatron_terapipe.training.own_layers import CheckedLoss, _fault, _Part, blocks_of, check_layers_of, partition_of
