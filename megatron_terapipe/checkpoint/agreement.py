@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, TypeVar, cast
 
@@ -82,29 +83,29 @@ def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) 
     Raises:
         AgreedDataError: on every rank, if the action raises a UserError on one.
     """
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = Thread(target=run, name=name, daemon=True)
-    thread.start()
+    result = in_daemon(name, action)
     began = spoke = time.monotonic()
     working = True
     while working:
-        thread.join(min(_INTERVAL_S, 0.05 + time.monotonic() - began))
+        wait([result], min(_INTERVAL_S, 0.05 + time.monotonic() - began))
         with ledger.phase(name):
-            working = any_rank(thread.is_alive())
+            working = any_rank(not result.done())
         if working and dist.get_rank() == 0 and time.monotonic() - spoke > _SPEAKS_EVERY_S:
             spoke = time.monotonic()
             print(f" {name} since {spoke - began:.0f} s", flush=True)
-
-    def raise_again() -> None:
-        if raised:
-            raise raised[0]
-
     with ledger.phase(name):
-        agreed(raise_again, AgreedDataError)
+        agreed(result.result, AgreedDataError)
+
+
+def in_daemon(name: str, action: Callable[[], Result]) -> Future[Result]:
+    """Run an action in a thread, for whose end no process waits; the result or the error is that of the future."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -9,12 +9,12 @@ import io
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from shutil import disk_usage, rmtree
-from threading import Thread
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from megatron_terapipe.checkpoint.agreement import from_first_rank
+from megatron_terapipe.checkpoint.agreement import any_rank, from_first_rank, in_daemon
 from megatron_terapipe.checkpoint.directories import complete, experts_file, experts_state_file, remove_older
 from megatron_terapipe.checkpoint.info import EXPERTS, RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
@@ -379,41 +379,21 @@ class BackgroundSaves:
     not wait for them. Hashing, writing and syncing release the lock of Python.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
-        self._thread: Thread | None = None
-        self._lines: list[str] = []
-        self._error: Exception | None = None
+        self._lines: Future[list[str]] | None = None
 
     def start(self, unfinished: UnfinishedSave) -> None:
         """Finish a checkpoint in the background; there must be none in flight."""
-        assert self._thread is None, "one at a time"
-        self._lines, self._error = [], None
+        assert self._lines is None, "one at a time"
         # A run that fails for another reason does not wait for it: the checkpoint before stays the latest.
-        self._thread = Thread(target=self._run, args=(unfinished,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._lines = in_daemon("checkpoint", partial(unfinished.finish, self._group))
 
     def is_done(self) -> bool:
         """Whether all ranks have finished the checkpoint in flight; a collective while there is one."""
-        if self._thread is None:
-            return False
-        done = torch.tensor(not self._thread.is_alive(), dtype=torch.int32, device=self._device)
-        dist.all_reduce(done, op=dist.ReduceOp.MIN)
-        return bool(done.item())
+        return self._lines is not None and not any_rank(not self._lines.done())
 
     def finish(self) -> list[str]:
-        """Wait for the checkpoint in flight, if there is one; return lines for the log."""
-        if self._thread is None:
-            return []
-        self._thread.join()
-        self._thread = None
-        if self._error is not None:
-            raise self._error
-        return self._lines
-
-    def _run(self, unfinished: UnfinishedSave) -> None:
-        try:
-            self._lines = unfinished.finish(self._group)
-        except Exception as error:  # Raised where training can end.
-            self._error = error
+        """Wait for the checkpoint in flight, if there is one; return lines for the log, or raise its error."""
+        lines, self._lines = self._lines, None
+        return [] if lines is None else lines.result()

@@ -62,7 +62,7 @@ REASON_KNOWN_S = 7.0
 
 
 @contextmanager
-def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[StallWatch]:
+def process_group(run: Run, rank_watch: RankWatch) -> Iterator[StallWatch]:
     """Initialise the process group on this rank's own device or cores, and destroy it at the end.
 
     Raises:
@@ -87,9 +87,8 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     joining = ExitStack()
 
     def met() -> None:
-        if rank_watch is not None:
-            rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            joining.enter_context(rank_watch.limit(*limit_of_meeting(run.launch, _timeout(run))))
+        rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        joining.enter_context(rank_watch.limit(*limit_of_meeting(run.launch, _timeout(run))))
 
     try:
         with joining:
@@ -99,10 +98,10 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
                 _ledgers(run),
                 # The store may remain when ranks are started again.
                 name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-                kill_timer=None if rank_watch is None else rank_watch.kill_timer,
+                kill_timer=rank_watch.kill_timer,
                 remedy=lambda: remedy(run.config.checkpoint.save),
                 end=partial(_end, rank_watch),
-                ending=lambda why: None if rank_watch is None else rank_watch.ending(why, True),
+                ending=lambda why: rank_watch.ending(why, True),
             )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise rendezvous_error(run.launch, _timeout(run), error) from error
@@ -114,20 +113,19 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
             yield watch
         # Not in a `finally`: after an error the other ranks may never arrive here, and the launcher ends them.
         with watch.ledger.phase("leaving the process group"):
-            if rank_watch is not None and run.launch.world_size > 1:
+            if run.launch.world_size > 1:
                 # The rank with the store may leave before the others.
                 rank_watch.part()
                 dist.barrier()
             dist.destroy_process_group()
-            if rank_watch is not None:
-                # Before the timeout, when a watch without a store ends its rank.
-                if late := rank_watch.late_ranks(0.8 * _timeout(run).total_seconds()):
-                    first = late.keys() >= {*range(run.launch.local_rank)}
-                    watch.conclude_silent([*late.values()], prints=first)
+            # Before the timeout, when a watch without a store ends its rank.
+            if late := rank_watch.late_ranks(0.8 * _timeout(run).total_seconds()):
+                first = late.keys() >= {*range(run.launch.local_rank)}
+                watch.conclude_silent([*late.values()], prints=first)
 
 
 @contextmanager
-def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
+def _errors_explained(run: Run, rank_watch: RankWatch) -> Iterator[None]:
     """Wait after an error, so that the rank or launcher with its cause can print it.
 
     Raises:
@@ -145,7 +143,7 @@ def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
     except Exception as error:
         # Another rank may have failed first: the launcher needs time to detect it, and to exit with its code.
         until = time.monotonic() + LAUNCHER_NOTICES_S
-        loss = None if rank_watch is None else rank_watch.reason_of_a_lost_connection(REASON_KNOWN_S)
+        loss = rank_watch.reason_of_a_lost_connection(REASON_KNOWN_S)
         time.sleep(max(0.0, until - time.monotonic()))
         # After the death of a rank gloo, NCCL and torch raise RuntimeErrors.
         if loss is None or not isinstance(error, RuntimeError):
@@ -155,10 +153,9 @@ def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
         raise LostRank(loss.text) from error
 
 
-def _end(rank_watch: RankWatch | None) -> None:
+def _end(rank_watch: RankWatch) -> None:
     """End this process because the run has stalled, which has been printed."""
-    if rank_watch is not None:
-        rank_watch.end_is_explained()
+    rank_watch.end_is_explained()
     end_process()
 
 

@@ -142,7 +142,7 @@ class Saves:
         self._run, self._engine, self._report, self._config = run, engine, report, run.config.checkpoint
         # A new run has not saved even its initial weights.
         self._saved_iteration = run.start.iteration or None
-        self._background = BackgroundSaves(engine.device) if self._config.async_save else None
+        self._background = BackgroundSaves() if self._config.async_save else None
         if self._config.save is not None and not run.config.training.skip_train:
             self._check_room(Path(self._config.save))
         # Read now: the folder that the run was loaded from may be gone when it saves.

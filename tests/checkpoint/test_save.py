@@ -76,7 +76,7 @@ def _save_and_fail(folder: Path) -> Seen:
 
     step(0)
     plain = save_checkpoint(engine, folder / "plain", info)
-    background = BackgroundSaves(engine.device)
+    background = BackgroundSaves()
     unfinished = begin_save(engine, folder / "background", info, in_memory=True)
     seen.moved_early = (folder / "background" / "latest").exists()
     background.start(unfinished)

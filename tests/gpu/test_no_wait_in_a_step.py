@@ -9,6 +9,7 @@ import tests.distributed  # noqa: F401  # names what the server of forked ranks 
 from benchmarks.measuring.worlds import World
 from megatron_terapipe.data.loader import MicroBatch
 from megatron_terapipe.training.build_engine import build_engine, process_group
+from megatron_terapipe.training.end_of_run import EndOfRun
 from tests.training.gpt_runs import Setup, batches, run_of
 
 CUT = "--num-token-slices 3 --token-slices 9,15,8"
@@ -59,7 +60,7 @@ def losses_of_a_step(flags: str) -> list[torch.Tensor]:
     """Losses of the second of two steps, whose ops must not wait for the device."""
     setup = Setup(flags=flags)
     run = run_of(setup)
-    with process_group(run):
+    with EndOfRun() as end, process_group(run, end.watch(run.launch, run.config)):
         engine = build_engine(run)
         micro_batches = [batch.pin_memory() for batch in batches(setup, 0)]
         # The first step compiles kernels, and allocates what the second finds.
