@@ -204,7 +204,7 @@ def checkpoint(scale: Scale) -> Figures:
         iteration=1,
         consumed_samples=1,
         model=asdict(model),
-        layout=asdict(layout),
+        layout=layout,
         optimizer="adam",
         partitioned=True,
         tokenizer={},

@@ -117,7 +117,7 @@ def import_megatron(
     # The optimizer's state of each layer is a stage of its own, so that only one layer is in memory.
     layout = ParallelLayout(pipeline_parallel_size=len(layers_with_weights(model)))
     optimizer = None if weights.no_states else info.optimizer
-    info = replace(info, model=asdict(model), layout=asdict(layout), optimizer=optimizer)
+    info = replace(info, model=asdict(model), layout=layout, optimizer=optimizer)
 
     def files() -> Iterator[tuple[str, Any]]:
         places: dict[str, Place] = {}

@@ -50,7 +50,7 @@ class CheckpointInfo:
     consumed_samples: int
     model: dict[str, Any]
     """The model section, vocabulary size included."""
-    layout: dict[str, int]
+    layout: ParallelLayout
     optimizer: str | None
     """Name of the optimizer of the saved state; None without one."""
     partitioned: bool
@@ -74,7 +74,11 @@ class CheckpointInfo:
         """Read it from one checkpoint's directory, if it is as the manifest has it."""
         Manifest.read(directory).check_content(directory, [RUN_FILE])
         found: Any = parse_json(bounded_text(directory / RUN_FILE), RUN_FILE)
-        info = cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+        values = {each.name: found[each.name] for each in fields(cls) if each.name in found}
+        layout = {
+            each.name: values["layout"][each.name] for each in fields(ParallelLayout) if each.name in values["layout"]
+        }
+        info = cls(**values | {"layout": ParallelLayout(**layout)})
         match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
         if match and int(match[1]) != info.iteration:
             name = f"global_step{info.iteration}"
@@ -90,7 +94,7 @@ class CheckpointInfo:
             iteration=0,
             consumed_samples=0,
             model=asdict(model),
-            layout=asdict(ParallelLayout()),
+            layout=ParallelLayout(),
             optimizer=None,
             partitioned=False,
             tokenizer=dict(tokenizer or {}),
@@ -106,24 +110,9 @@ class CheckpointInfo:
         """Whether a run has saved it; if not, it was imported, and not trained since."""
         return self.family is None or self.iteration > 0
 
-    @property
-    def num_stages(self) -> int:
-        """Stages that saved it."""
-        return self.layout["pipeline_parallel_size"]
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks over which its weights are cut."""
-        return self.layout["tensor_parallel_size"]
-
-    @property
-    def expert_parallel_size(self) -> int:
-        """Ranks over which its experts are dealt."""
-        return self.layout.get("expert_parallel_size", 1)
-
     def has_files_of_experts(self, name: str = EXPERTS) -> bool:
         """Whether a weight is in files of its own, as experts are where ranks have different ones."""
-        return EXPERTS in name and self.expert_parallel_size > 1
+        return EXPERTS in name and self.layout.expert_parallel_size > 1
 
     def deals(self, name: str, size: int = 1) -> bool:
         """Whether a weight is of experts that are dealt to ranks: of the GPT, or where several ranks share them.
@@ -131,11 +120,11 @@ class CheckpointInfo:
         Args:
             size: expert-parallel ranks of the run that loads it.
         """
-        return EXPERTS in name and (self.program is None or max(size, self.expert_parallel_size) > 1)
+        return EXPERTS in name and (self.program is None or max(size, self.layout.expert_parallel_size) > 1)
 
     def ranks_of_copy(self, name: str) -> int:
         """Return the ranks of a stage, one after the other, that have a weight once."""
-        return self.expert_parallel_size if self.has_files_of_experts(name) else self.tensor_parallel_size
+        return self.layout.expert_parallel_size if self.has_files_of_experts(name) else self.layout.tensor_parallel_size
 
     def num_parts(self, layer: int, name: str = "") -> int:
         """Parts in which a shared weight of a layer was saved, or experts if it is theirs.
@@ -143,21 +132,16 @@ class CheckpointInfo:
         The index of the layer is that with an output layer in one piece.
         """
         if self.deals(name):
-            return self.expert_parallel_size
+            return self.layout.expert_parallel_size
         is_output = layer == output_layer(self.model["num_layers"])
-        return self.tensor_parallel_size * (self.vocabulary_parts if is_output else 1)
+        return self.layout.tensor_parallel_size * (self.vocabulary_parts if is_output else 1)
 
     def place(self, layer: int, part: int, name: str = "") -> tuple[int, int]:
         """Return the layer, and the tensor- or expert-parallel rank, by which a part of a weight was saved."""
         if self.deals(name):
             return layer, part
-        stage, rank = divmod(part, self.tensor_parallel_size)
+        stage, rank = divmod(part, self.layout.tensor_parallel_size)
         return layer + stage, rank
-
-    @property
-    def num_replicas(self) -> int:
-        """Ranks with the same weights that saved it: each has its part of the optimizer's state under ZeRO 1."""
-        return self.layout["data_parallel_size"] * self.layout.get("sequence_parallel_size", 1)
 
     def changed_schedule(self, now: Mapping[str, Any]) -> str:
         """Return the flags of `optimizer_schedule` with other values in a run, each with both values."""
@@ -188,12 +172,13 @@ class CheckpointInfo:
                 f"the checkpoint has {_layers_of(self.program)}, this run {_layers_of(program)}: load another"
             )
         self._check_model(model, _ROTATIONS if extends_positions else set())
-        rows = model.padded_vocab_size(self.tensor_parallel_size), model.padded_vocab_size(layout.tensor_parallel_size)
+        sizes = self.layout.tensor_parallel_size, layout.tensor_parallel_size
+        rows = [model.padded_vocab_size(size) for size in sizes]
         if rows[0] != rows[1]:
             raise CheckpointError(
-                f"the checkpoint's vocabulary is padded to {rows[0]} for tensor parallel size "
-                f"{self.tensor_parallel_size}, this run's to {rows[1]} for {layout.tensor_parallel_size}: use a tensor "
-                f"parallel size that divides --make-vocab-size-divisible-by {model.make_vocab_size_divisible_by}"
+                f"the checkpoint's vocabulary is padded to {rows[0]} for tensor parallel size {sizes[0]}, this run's "
+                f"to {rows[1]} for {sizes[1]}: use a tensor parallel size that divides --make-vocab-size-divisible-by "
+                f"{model.make_vocab_size_divisible_by}"
             )
         if weights_only:
             return

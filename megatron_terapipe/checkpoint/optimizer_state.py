@@ -98,10 +98,10 @@ def read_index(directory: Path) -> dict[str, Place]:
 
 def read_run(directory: Path, info: CheckpointInfo) -> SavedRun:
     """Read the facts of a checkpoint of ours that every rank needs."""
-    first = optimizer_files(0, 0, info.tensor_parallel_size, 1)[0]
+    first = optimizer_files(0, 0, info.layout.tensor_parallel_size, 1)[0]
     prefix = BF16_PREFIX if (directory / f"{BF16_PREFIX}{first}").exists() else ""
     try:
-        saved = load_saved(directory / state_file(0, 0, info.tensor_parallel_size))
+        saved = load_saved(directory / state_file(0, 0, info.layout.tensor_parallel_size))
         return SavedRun(
             places=read_index(directory),
             prefix=prefix,
@@ -175,19 +175,19 @@ class SavedOptimizer:
         states = []
         for number, run in overlaps((fragment.length for fragment in place.fragments), elements):
             rank = place.fragments[number].replica * self._info.ranks_of_copy(name) + part
-            partition = self._partition(place.stage, *divmod(rank, self._info.tensor_parallel_size))
+            partition = self._partition(place.stage, *divmod(rank, self._info.layout.tensor_parallel_size))
             states.append(_fragment(partition, name, run))
         return joined(states)
 
     def _load_partition(self, stage: int, replica: int, tensor_parallel_rank: int) -> Mapping[str, Any]:
-        names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
+        names = optimizer_files(stage, tensor_parallel_rank, self._info.layout.tensor_parallel_size, replica + 1)
         return load_saved(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
 
     def _load_named_states(
         self, stage: int, part: int, of_experts: bool
     ) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """For each parameter of a stage its group and its state, from torch's own state dictionary."""
-        shared = state_file(stage, part, self._info.tensor_parallel_size)
+        shared = state_file(stage, part, self._info.layout.tensor_parallel_size)
         saved = load_saved(self._directory / (experts_state_file(stage, part) if of_experts else shared))
         groups, states = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         return {

@@ -29,7 +29,7 @@ class SavedWeights:
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
         self._directory, self._info = directory, info
         # The layers of a stage come one after the other, and tied weights from the first of all.
-        size = 2 * (info.tensor_parallel_size + info.expert_parallel_size)
+        size = 2 * (info.layout.tensor_parallel_size + info.layout.expert_parallel_size)
         self._file = lru_cache(maxsize=size)(self._read_file)
 
     def _path(self, index: int, part: int = 0, name: str = "") -> Path:

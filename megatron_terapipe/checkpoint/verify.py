@@ -106,8 +106,9 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
 
 def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
     """Return the names of the files with tensors that a run loads; refuse a checkpoint without one of them."""
-    tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
-    experts = range(info.expert_parallel_size if info.has_files_of_experts() else 0)
+    layout = info.layout
+    stages, tensor_ranks = range(layout.pipeline_parallel_size), range(layout.tensor_parallel_size)
+    experts = range(layout.expert_parallel_size if info.has_files_of_experts() else 0)
     if info.program is not None:
         names = [name for name in Manifest.read(directory).files if name.startswith("layer_")]
     else:
@@ -119,14 +120,11 @@ def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, 
         layers = [layer for layer, block in model.blocks_by_index.items() if block.num_experts]
         names += [experts_file(layer, rank) for layer in layers for rank in experts]
     if not weights_only:
-        names += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
+        places = [(stage, rank, layout.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
+        names += [state_file(*place) for place in places]
         if info.partitioned:
-            names += [
-                name
-                for stage in stages
-                for rank in tensor_ranks
-                for name in optimizer_files(stage, rank, info.tensor_parallel_size, info.num_replicas)
-            ]
+            num_replicas = layout.data_parallel_size * layout.sequence_parallel_size
+            names += [name for place in places for name in optimizer_files(*place, num_replicas)]
         else:
             names += [experts_state_file(stage, rank) for stage in stages for rank in experts]
     there = {path.name for path in directory.iterdir()}

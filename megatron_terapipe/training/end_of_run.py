@@ -126,8 +126,12 @@ class EndOfRun:
             signal.default_int_handler(number, frame)
 
     def print_interrupted(self) -> None:
-        """Print the line for Ctrl-C, once; at once, because launchers kill ranks that take long to end."""
-        if self._unprinted.acquire(blocking=False) and prints_ctrl_c(self.launch):
+        """Print the line for Ctrl-C, once: one rank of each host, unless `terapipe train` prints it.
+
+        At once, because launchers kill ranks that take long to end.
+        """
+        prints = self.launch.local_rank == 0 and LAUNCHER_REPORTS not in os.environ
+        if self._unprinted.acquire(blocking=False) and prints:
             # Not by `print`, which the signal may have interrupted.
             os.write(2, f"interrupted: {self.remedy()}\n".encode(errors="backslashreplace"))
 
@@ -174,11 +178,6 @@ class EndOfRun:
         self.code = code
         if line:
             print(line, file=sys.stderr, flush=True)
-
-
-def prints_ctrl_c(launch: LaunchEnvironment) -> bool:
-    """Return whether this rank prints the line for Ctrl-C: one of each host, unless `terapipe train` prints it."""
-    return launch.local_rank == 0 and LAUNCHER_REPORTS not in os.environ
 
 
 def _launch() -> LaunchEnvironment:

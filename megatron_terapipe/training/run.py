@@ -245,7 +245,7 @@ class Run:
         return CheckpointInfo(
             **asdict(progress),
             model=asdict(self.config.model),
-            layout=asdict(self.layout),
+            layout=self.layout,
             optimizer=None if self.config.checkpoint.no_save_optim else self.config.optimizer.optimizer,
             partitioned=self.config.optimizer.zero_stage > 0 or self.config.precision.bf16,
             tokenizer=asdict(self.tokenizer_settings),

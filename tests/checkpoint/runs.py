@@ -94,7 +94,7 @@ def info_of(run: Run) -> CheckpointInfo:
         iteration=BEFORE,
         consumed_samples=BEFORE * ROWS,
         model=asdict(config.model),
-        layout=asdict(run.layout),
+        layout=run.layout,
         optimizer=config.optimizer.optimizer,
         partitioned=config.optimizer.zero_stage > 0 or config.precision.bf16,
         tokenizer={},

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -84,7 +84,7 @@ def opened_by_one_rank(folder: Path) -> tuple[set[str], int]:
             listed.append(arguments)
 
     sys.addaudithook(watch)
-    info = replace(checkpoint_info(), layout=asdict(LAYOUT))
+    info = replace(checkpoint_info(), layout=LAYOUT)
     counters = {"global_steps": 3, "skipped_steps": 0}
     load_checkpoint(engine, directory, info, SavedRun(places=places, counters=counters), CheckpointConfig())
     watching.clear()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.restore import _Share
 from megatron_terapipe.checkpoint.verify import files_to_load
@@ -202,6 +203,6 @@ def test_parts_of_a_weight_in_blocks_are_joined_block_by_block(saved: int, size:
 def test_experts_of_a_program_are_divided_as_its_other_weights() -> None:
     """Their names are those of the GPT's, which has all of them on each tensor-parallel rank."""
     gpt = checkpoint_info()
-    gpt = replace(gpt, layout=gpt.layout | {"tensor_parallel_size": 2})
+    gpt = replace(gpt, layout=ParallelLayout(tensor_parallel_size=2))
     name = "3.layer.mlp.experts.local_experts.0.linear_fc1.weight"
     assert [replace(gpt, program=program).num_parts(3, name) for program in (None, "mine.py")] == [1, 2]

@@ -30,7 +30,7 @@ def checkpoint_info(model: ModelConfig = MODEL, iteration: int = 5) -> Checkpoin
         iteration=iteration,
         consumed_samples=8 * iteration,
         model=asdict(model),
-        layout=asdict(ParallelLayout(pipeline_parallel_size=2)),
+        layout=ParallelLayout(pipeline_parallel_size=2),
         optimizer="adam",
         partitioned=True,
         tokenizer={"tokenizer_type": "byte", "vocab_file": None, "merge_file": None},

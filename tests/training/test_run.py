@@ -178,7 +178,7 @@ def test_a_resumed_run_counts_with_its_own_batch_size(data: Path, tmp_path: Path
     assert resumed.start == Progress(iteration=5, consumed_samples=40)
     info = resumed.checkpoint_info(resumed.start.after(12).after(12))
     assert (info.iteration, info.consumed_samples, info.partitioned) == (7, 64, False)
-    assert info.layout["pipeline_parallel_size"] == 2
+    assert info.layout == run.layout
     assert info.model == checkpoint_info(run.config.model).model
     assert info.tokenizer == asdict(TokenizerSettings())
 
