@@ -6,7 +6,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -72,14 +72,14 @@ class Run:
     launch: LaunchEnvironment
     layout: ParallelLayout
     tokenizer: Tokenizer
-    tokenizer_settings: TokenizerSettings
+    tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and contents of the checkpoint to resume from, if there is one."""
-    found: frozenset[str]
+    found: frozenset[str] = frozenset()
     """Fields of the configuration with values that the search found."""
-    ask: Ask | None
+    ask: Ask | None = None
     """Asks the first rank for settings that flags leave open; None = this process searches."""
-    trained: TrainedModel
+    trained: TrainedModel = field(default_factory=TrainedModel)
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:

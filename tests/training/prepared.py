@@ -3,9 +3,7 @@
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.checkpoint.verify import find_checkpoint
 from megatron_terapipe.config import Config
-from megatron_terapipe.data.datasets import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
-from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.run import Run
 
 
@@ -18,7 +16,5 @@ def prepared_run(config: Config) -> Run:
         launch=launch,
         layout=layout,
         tokenizer=ByteTokenizer(),
-        datasets=DatasetSplits(train=None, valid=None, test=None),
-        deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer),
     )
