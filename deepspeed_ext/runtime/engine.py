@@ -38,6 +38,7 @@ from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
 from deepspeed_ext.runtime.live_batch import BatchLoss, BatchPlan, LiveBatch, RunLengths
 from deepspeed_ext.runtime.micro_batch import MicroBatchReader
 from deepspeed_ext.runtime.state.counts import StepTally, Tallies
+from deepspeed_ext.runtime.topology import any_rank
 
 __all__ = ["TokenSlicePipelineEngine"]
 
@@ -370,9 +371,7 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         exchanges = self._schedule.device.exchange is not ExpertExchange.NONE
         if self._lengths.settles and exchanges and batch.plan.by_documents is not None:
             # Replicas have other documents, and meet in the exchanges of every op: they run one program (ADR 47).
-            on_any = torch.tensor(float(may_load), device=self.device)
-            dist.all_reduce(on_any, dist.ReduceOp.MAX)
-            may_load = bool(on_any.item())
+            may_load = any_rank(may_load)
         return may_load
 
     def _program_of(self, plan: BatchPlan, *, under_ops: bool) -> Program:

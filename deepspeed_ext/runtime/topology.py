@@ -180,6 +180,13 @@ def _names_agree() -> bool:
     return most == -least
 
 
+def any_rank(mine: bool) -> bool:
+    """Whether a condition is true on any rank; a collective operation of all ranks."""
+    flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
 

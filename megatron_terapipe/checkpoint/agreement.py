@@ -6,12 +6,11 @@ from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.health.ledger import OpLedger
+from deepspeed_ext.runtime.topology import any_rank
 from megatron_terapipe.errors import AgreedCheckpointError, AgreedDataError, CheckpointError
 
 Result = TypeVar("Result")
@@ -65,13 +64,6 @@ def first_fault(mine: str | None) -> str | None:
 
 _INTERVAL_S, _SPEAKS_EVERY_S = 1.0, 30.0
 """Seconds until ranks ask each other again, far below any timeout, and between lines of the log."""
-
-
-def any_rank(mine: bool) -> bool:
-    """Whether a condition is true on any rank; a collective operation of all ranks."""
-    flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
 
 
 def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) -> None:

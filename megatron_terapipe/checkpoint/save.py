@@ -24,7 +24,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from megatron_terapipe.checkpoint.agreement import any_rank, from_first_rank, in_daemon
+from deepspeed_ext.runtime.topology import any_rank
+from megatron_terapipe.checkpoint.agreement import from_first_rank, in_daemon
 from megatron_terapipe.checkpoint.directories import complete, experts_file, experts_state_file, remove_older
 from megatron_terapipe.checkpoint.info import EXPERTS, RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts

@@ -22,7 +22,8 @@ from torch import Tensor
 from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.rank_watch import CTRL_C
-from megatron_terapipe.checkpoint.agreement import any_rank, from_first_rank
+from deepspeed_ext.runtime.topology import any_rank
+from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning
 from megatron_terapipe.checkpoint.saved_weights import left_out
 from megatron_terapipe.config import Config, ModelConfig

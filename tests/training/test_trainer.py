@@ -15,8 +15,9 @@ from torch import Tensor
 
 from deepspeed_ext.runtime.attention.flash_kernels import CpuFlash
 from deepspeed_ext.runtime.health.ledger import OpLedger
+from deepspeed_ext.runtime.topology import any_rank
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.checkpoint.agreement import any_rank, work_of_any_rank
+from megatron_terapipe.checkpoint.agreement import work_of_any_rank
 from megatron_terapipe.config import TrainingConfig
 from megatron_terapipe.errors import AgreedDataError, ConfigError, DataError
 from megatron_terapipe.records import Progress

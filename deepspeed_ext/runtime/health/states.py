@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.topology import is_of_experts
+from deepspeed_ext.runtime.topology import any_rank, is_of_experts
 
 WEIGHT, MASTER = "weight", "fp32 weight"
 """Kinds of a state: the weight that layers use, and the one that DeepSpeed's optimizers step. Others are moments, such
@@ -78,14 +78,12 @@ def bad_states(engine: Any) -> list[str]:
         count = int(size - torch.isfinite(state.values).sum())
         mine.append(f"{state} on rank {engine.global_rank} ({count} of {size} numbers)")
     # A bad moment spoils the weight that it steps. A bad weight does not spoil others: its gradient is not stepped on.
-    return sorted(_of_all_ranks(mine, engine.device), key=lambda text: text.startswith((WEIGHT, MASTER)))
+    return sorted(_of_all_ranks(mine), key=lambda text: text.startswith((WEIGHT, MASTER)))
 
 
-def _of_all_ranks(mine: list[str], device: torch.device) -> list[str]:
+def _of_all_ranks(mine: list[str]) -> list[str]:
     """Texts of all ranks, each once."""
-    any_found = torch.tensor(len(mine), device=device)
-    dist.all_reduce(any_found, op=dist.ReduceOp.MAX)
-    if not any_found.item():
+    if not any_rank(bool(mine)):
         return []
     gathered: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
@@ -173,7 +171,7 @@ def differences(engine: Any) -> list[str]:
         for number, state in enumerate(copies.states):
             difference = compared(str(state), copies.among, ranks, [each[number] for each in by_rank])
             found += [] if difference is None else [difference]
-    return _of_all_ranks(found, engine.device)
+    return _of_all_ranks(found)
 
 
 def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]) -> str | None:

@@ -1,6 +1,5 @@
 """The loss as a mean over the tokens of evaluations, which are several global batches; training is in the ladder."""
 
-
 import numpy as np
 import pytest
 import torch
