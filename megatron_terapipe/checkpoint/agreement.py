@@ -90,7 +90,7 @@ def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) 
 
 
 def in_daemon(name: str, action: Callable[[], Result]) -> Future[Result]:
-    """Run an action in a thread, for whose end no process waits; the result or the error is that of the future."""
+    """Run an action in a thread for whose end no process waits; its result or error is in the future."""
     future: Future[Result] = Future()
 
     def run() -> None:
