@@ -48,7 +48,8 @@ class OpSizes:
     """Ranks that share the tokens of its matrices, and the heads of its attention."""
     expert_parallel_size: ScalarOrArray = 1.0
     """Ranks that share its experts."""
-    recompute: str = "none"
+    recompute: str | NDArray[np.str_] = "none"
+    """As `Strategy.recompute` has it."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks share the tokens between the matrices, too."""
     kept_keys: KeptKeys = USUAL_KEYS
@@ -62,11 +63,11 @@ class LayerQuery(OpSizes):
     layer: Layer
     device: Device
 
-    @property
-    def again(self) -> str:
-        """Part of the layer that its backward runs again, by the names of `Strategy.recompute`."""
-        runs = self.layer.is_block and (self.layer.recomputed or self.recompute != "full")
-        return self.recompute if runs or self.recompute == "stage" else "none"
+    def again(self, recompute: str) -> ScalarOrArray:
+        """Return 1 where its backward runs [...] this part of the layer again, by the names of `Strategy.recompute`."""
+        if recompute != "stage" and (not self.layer.is_block or (recompute == "full" and not self.layer.recomputed)):
+            return 0.0
+        return np.where(np.equal(self.recompute, recompute), 1.0, 0.0)
 
     @property
     def sequences(self) -> ScalarOrArray:

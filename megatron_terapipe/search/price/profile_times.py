@@ -217,18 +217,17 @@ class MeasuredProfile:
         if layer.attention is None:
             # The start of a token slice has no effect on the layer: it was measured at the start of sequences.
             start, end = 0.0, np.subtract(end, start)
+        full, selective = query.again("full"), query.again("selective")
         sizes = query.tensor_parallel_size, query.sequences, start, end
         tensor, size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in sizes))
-        forward, of_input, of_weight = (np.empty(tensor.shape) for _ in range(3))
+        forward, of_input, of_weight, again = (np.zeros(tensor.shape) for _ in range(4))
         for each in np.unique(tensor):
             mine = tensor == each
             times = self._on(layer, float(each), size[mine], begin[mine], stop[mine])
             forward[mine], of_input[mine], of_weight[mine] = times
-            if query.again == "full":
-                of_input[mine] += times[0]
-            elif query.again == "selective":
-                of_input[mine] += self._selective(layer, float(each), size[mine], begin[mine], stop[mine], times[0])
-        return LayerTimes(forward[()], of_input[()], of_weight[()])
+            if np.any(selective):
+                again[mine] = self._selective(layer, float(each), size[mine], begin[mine], stop[mine], times[0])
+        return LayerTimes(forward[()], of_input + full * forward + selective * again, of_weight[()])
 
     def covers(self, workload: Workload) -> bool:
         """Whether every layer of a model was measured."""

@@ -313,12 +313,9 @@ class Roofline:
         if layer.kind == "embedding":
             parts.append(self._embedding(layer, device, tp, rows))
         whole = _Part(*(sum(each) for each in zip(*parts, strict=True)))
-        again: ScalarOrArray = 0.0 * whole.forward
-        kernels_again: ScalarOrArray = 0.0
-        if query.again == "full":
-            again, kernels_again = whole.forward, whole.forward_kernels
-        elif query.again == "selective":
-            again, kernels_again = whole.selective, whole.selective_kernels
+        full, selective = query.again("full"), query.again("selective")
+        again = full * whole.forward + selective * whole.selective
+        kernels_again = full * whole.forward_kernels + selective * whole.selective_kernels
         launch = self.launch_s(device)
         return LayerTimes(
             whole.forward,

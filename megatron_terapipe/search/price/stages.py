@@ -200,7 +200,8 @@ class LayerPrices:
             return self._with_faster_dispatcher(query, links)
         efficiency, communication = self.efficiency, self.communication
         kernels = self.op_times(query)
-        again = query.again in ("full", "stage")
+        of_stage = query.again("stage")
+        again = np.logical_or(query.again("full"), of_stage)
         numbers, tensor = query.rows * query.layer.hidden_size, links.tensor
         if query.sequence_parallel:
             gather = all_gather_s(self.operand_bytes * numbers, tensor, efficiency)
@@ -216,23 +217,23 @@ class LayerPrices:
             one, gather = all_reduce_s(self.element_bytes * numbers, tensor, efficiency), 0.0
         entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
-        if query.again == "selective" and communication.gathers_again:
-            backward_reduction = backward_reduction + entering * gather
+        if communication.gathers_again:
+            backward_reduction = backward_reduction + query.again("selective") * entering * gather
         if communication.ring:
             exchange = ring_s(query, links.sequence, efficiency, self.element_bytes, kernels.attention)
             exchange_back = 2 * exchange
         else:
             exchange = exchange_back = head_exchange_s(query, links.sequence, efficiency, self.element_bytes)
         routed_forward, routed_backward, routed_again = self._expert_exchange_s(query, links, kernels)
-        if query.recompute == "stage":
+        if np.any(of_stage):
             # One more forward, in the backward. Layers after the last attention run only there: no later token slice
             # reads their outputs.
-            share = 0.0 if query.layer.kind in ("norm", "head") else 1.0
+            share = np.where(of_stage, float(query.layer.kind not in ("norm", "head")), 1.0)
             kernels = kernels._replace(
                 forward=share * kernels.forward,
                 launch_forward=share * kernels.launch_forward,
-                input_gradient=kernels.input_gradient + kernels.forward,
-                launch_input_gradient=kernels.launch_input_gradient + kernels.launch_forward,
+                input_gradient=kernels.input_gradient + of_stage * kernels.forward,
+                launch_input_gradient=kernels.launch_input_gradient + of_stage * kernels.launch_forward,
             )
         # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
         jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size * query.sequence_parallel_size)

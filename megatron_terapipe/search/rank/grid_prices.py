@@ -77,32 +77,40 @@ class GridMemory:
         """[B, S, 1, Q] bytes."""
 
     def fullness(
-        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], *, only_possible: bool = False
+        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], possible: Flags | None = None
     ) -> Floats:
         """Return a lower bound of the fullest device of each strategy, as a share of its memory: [grid].
 
         Args:
             counts: by model chunks and place on the axis `partition`.
-            only_possible: strategies with too large states have infinity.
+            possible: [O, P] pairs of a schedule and a partition; others, and strategies with too large states, have
+                infinity. None = all have their share.
         """
         grid, overheads = self._grid, self._model.overheads
         shares = np.full(grid.shape, np.inf)
-        smallest = np.array([device.memory_bytes for device in groups.smallest])
-        for (model_chunks, place), found in counts.items():
-            ranks = _ranks_to_look_at(found)
-            capacity = smallest[ranks] * overheads.usable_share
-            for zero, (zero_stage, size) in enumerate(grid.zero):
-                parameters = found.parameters[ranks], found.expert_parameters[ranks]
-                states = self._model.states(
-                    *parameters, layout=grid.layout, zero_stage=zero_stage, zero_shard_size=size
-                )
-                if only_possible and np.any(total_bytes(states, overheads) > capacity):
+        looked_at = [_ranks_to_look_at(found) for found in counts.values()]
+        ends = np.cumsum([len(ranks) for ranks in looked_at])
+        usable = np.array([device.memory_bytes for device in groups.smallest]) * overheads.usable_share
+        # Ranks lead, so that numbers of each broadcast against the axes of the grid.
+        capacity = usable[np.concatenate(looked_at)].reshape(-1, 1, 1, 1, 1)
+        parameters, of_experts = (
+            np.concatenate([part[ranks] for part, ranks in zip(parts, looked_at, strict=True)]).reshape(capacity.shape)
+            for parts in zip(*((found.parameters, found.expert_parameters) for found in counts.values()), strict=True)
+        )
+        for zero, (zero_stage, size) in enumerate(grid.zero):
+            states = self._model.states(
+                parameters, of_experts, layout=grid.layout, zero_stage=zero_stage, zero_shard_size=size
+            )
+            too_large = total_bytes(states, overheads) > capacity
+            for ((model_chunks, place), found), ranks, end in zip(counts.items(), looked_at, ends, strict=True):
+                rows = slice(end - len(ranks), end)
+                if possible is not None and np.any(too_large[rows]):
                     continue
+                of_ranks = Counted(*(part if np.ndim(part) == 0 else np.asarray(part)[rows] for part in states))
                 for order, (schedule, its_model_chunks) in enumerate(grid.order):
-                    if its_model_chunks == model_chunks:
-                        total = self._total(found, ranks, schedule, zero, states)
-                        # Ranks lead, so that numbers of each broadcast against the axes of the grid.
-                        shares[order, place, ..., zero] = np.max(total / capacity.reshape(-1, 1, 1, 1, 1), axis=0)
+                    if its_model_chunks == model_chunks and (possible is None or possible[order, place]):
+                        total = self._total(found, ranks, schedule, zero, of_ranks)
+                        shares[order, place, ..., zero] = np.max(total / capacity[rows], axis=0)
         return shares
 
     def _total(self, counts: LayerCounts, ranks: list[int], schedule: str, zero: int, states: Counted) -> Floats:
@@ -111,9 +119,7 @@ class GridMemory:
         if key not in self._known_held:
             self._known_held[key] = self._held(counts, ranks, schedule)
         if (*key, zero) not in self._known_totals:
-            lead = (-1, 1, 1, 1, 1)
-            columns = Counted(*(part if np.ndim(part) == 0 else np.reshape(part, lead) for part in states))
-            counted = columns.holding(self._known_held[key], self._messages)
+            counted = states.holding(self._known_held[key], self._messages)
             self._known_totals[*key, zero] = np.asarray(total_bytes(counted, self._model.overheads))
         return self._known_totals[*key, zero]
 
@@ -334,7 +340,7 @@ def _price(
         [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
     ]
     legal = found.legal & grid.along(("order", "partition"), own)
-    fullness = memory.fullness(groups, counts, only_possible=True)
+    fullness = memory.fullness(groups, counts, _pairs(legal))
     fits, roomy = legal & (fullness <= 1), legal & (fullness <= 1 - problem.memory_headroom)
     if not fits.any():
         return None, np.stack([legal, fits, roomy, fits])

@@ -97,27 +97,26 @@ class OpTables:
         return grid.cut(count, sequence_parallel, seq_length) or (seq_length,)
 
     def _compute(self, grid: StrategyGrid, device: Device, links: LayerLinks, splits: Splits) -> Floats:
-        axes = len(self._sizes), len(grid.token_slices), len(grid.recompute), len(grid.sequence_parallel)
-        table = np.empty((3, TENSOR_PARALLEL, len(self._model.counter.kinds), *axes))
-        for parallel, (on, lengths) in enumerate(zip(grid.sequence_parallel, splits, strict=True)):
+        modes, of_pair = np.unique([recompute for recompute, _ in grid.recompute], return_inverse=True)
+        found = []
+        for on, lengths in zip(grid.sequence_parallel, splits, strict=True):
             starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
-            for mode, (recompute, _) in enumerate(grid.recompute):
-                sizes = OpSizes(
-                    tensor_parallel_size=float(grid.layout.tensor_parallel_size),
-                    sequence_parallel_size=float(grid.layout.sequence_parallel_size),
-                    expert_parallel_size=float(grid.layout.expert_parallel_size),
-                    micro_batch_size=np.array(self._sizes, dtype=float)[:, None],
-                    start=starts,
-                    end=ends,
-                    recompute=recompute,
-                    sequence_parallel=on,
-                    kept_keys=grid.kept_keys,
-                )
-                ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
-                table[WHOLE, ..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
-                table[FIRST, ..., mode, parallel] = ops[..., begins]
-                table[LAST, ..., mode, parallel] = ops[..., np.append(begins[1:], ops.shape[-1]) - 1]
-        return table
+            sizes = OpSizes(
+                tensor_parallel_size=float(grid.layout.tensor_parallel_size),
+                sequence_parallel_size=float(grid.layout.sequence_parallel_size),
+                expert_parallel_size=float(grid.layout.expert_parallel_size),
+                micro_batch_size=np.array(self._sizes, dtype=float)[:, None],
+                start=starts,
+                end=ends,
+                recompute=modes[:, None, None],
+                sequence_parallel=on,
+                kept_keys=grid.kept_keys,
+            )
+            ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
+            last = np.append(begins[1:], ops.shape[-1]) - 1
+            parts = np.add.reduceat(ops, begins, axis=-1), ops[..., begins], ops[..., last]
+            found.append(np.moveaxis(np.stack(parts)[:, :, :, of_pair], 3, -1))
+        return np.stack(found, axis=-1)
 
 
 def _relevant(topology: GroupTopology) -> GroupTopology:

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -142,10 +143,14 @@ def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) 
 
 
 def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
-    schedule, model_chunks = order
+    return _order_error(grid.layout.pipeline_parallel_size, *order)
+
+
+@cache
+def _order_error(num_ranks: int, schedule: str, model_chunks: int) -> str | None:
     if schedule not in SCHEDULES:
         return f"schedule {schedule!r} is none that can be priced: choose one of {', '.join(SCHEDULES)}"
-    shape = PipelineShape(grid.layout.pipeline_parallel_size * model_chunks, 1, 1, model_chunks)
+    shape = PipelineShape(num_ranks * model_chunks, 1, 1, model_chunks)
     try:
         # A schedule raises for pipelines that it has no order for.
         next(SCHEDULES[schedule](shape, 0), None)
@@ -481,27 +486,26 @@ def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) 
 
 def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> LegalGrid | None:
     """Return the legal strategies of a grid; None if there are none."""
-    legal: NDArray[np.bool_] | None = None
+    legal: Holds | None = None
     left = grid.size
     for rule in RULES:
         holds = rule.holds(grid, problem)
-        axes = [axis for axis, length in enumerate(holds.shape) if length > 1]
-        if legal is None and len(axes) <= 1:
-            # About one axis at most: drop its values, so that the next rules have a smaller grid.
-            axis = AXES[axes[0]] if axes else AXES[0]
-            kept = holds.ravel() if axes else np.full(grid.shape[0], holds.all())
-            smaller = grid.keep(axis, kept)
-            counts.reject(rule.name, grid.size - smaller.size)
-            grid = smaller
-            if not grid.size:
-                return None
+        if holds.all():
             continue
-        before, left = (True, grid.size) if legal is None else (legal, left)
-        legal = np.broadcast_to(before & holds, grid.shape)
-        counts.reject(rule.name, left - (left := int(np.count_nonzero(legal))))
-    if legal is None:
-        legal = np.ones(grid.shape, dtype=bool)
-    return LegalGrid(grid, legal) if legal.any() else None
+        axes = [axis for axis, length in enumerate(holds.shape) if length > 1] or [0]
+        for axis in axes:
+            # Values that no strategy can have are dropped, so that the next rules have a smaller grid.
+            kept = np.broadcast_to(holds.any(axis=tuple({*range(len(AXES))} - {axis})), grid.shape[axis])
+            if not kept.all():
+                grid = grid.keep(AXES[axis], kept)
+                holds = holds.compress(kept, axis) if holds.shape[axis] > 1 else holds
+                legal = None if legal is None else legal.compress(kept, axis)
+        if legal is not None or len(axes) > 1:
+            legal = np.broadcast_to(holds if legal is None else legal & holds, grid.shape)
+        counts.reject(rule.name, left - (left := grid.size if legal is None else int(np.count_nonzero(legal))))
+        if not left:
+            return None
+    return LegalGrid(grid, np.ones(grid.shape, dtype=bool) if legal is None else legal)
 
 
 def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
