@@ -142,13 +142,6 @@ def latent_expansion(model: ModelConfig, sizes: LatentSizes) -> Product:
     return Product(sizes.rank, model.num_attention_heads * (sizes.key_size + sizes.value_size), "column")
 
 
-def block_weights(model: ModelConfig, block: BlockShape) -> int:
-    """Entries of the matrices of a block that a token is multiplied by: of the experts, those that it chooses."""
-    weights = _weights(block_products(model, block)) + router_weights(model, block)
-    chosen = model.moe_router_topk if block.num_experts else 0
-    return weights + chosen * _weights(mlp_products(model, block.ffn_hidden_size))
-
-
 def _weights(products: Iterable[Product]) -> int:
     return sum(each.weights for each in products)
 
@@ -323,9 +316,11 @@ def prediction_weights(model: ModelConfig) -> int:
 
 
 def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
-    """Forward FLOPs of a token in one block without attention, the same at every position."""
+    """Forward FLOPs of a token in one block without attention, the same at every position; in the chosen experts."""
     recurrence = 0 if block.recurrence is None else recurrence_flops_per_token(block.recurrence)
-    return 2 * block_weights(model, block) + recurrence
+    weights = _weights(block_products(model, block)) + router_weights(model, block)
+    chosen = model.moe_router_topk if block.num_experts else 0
+    return 2 * (weights + chosen * _weights(mlp_products(model, block.ffn_hidden_size))) + recurrence
 
 
 def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:

@@ -18,7 +18,6 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.options import one_of
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import CheckpointError, ConfigError, first_line, not_installed
-from megatron_terapipe.huggingface import mxfp4
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.weight_rules import WeightRule, layer_rules
 from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
@@ -28,6 +27,33 @@ INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file; as large as Hugging Face's library writes them."""
+
+
+_MXFP4 = ("_blocks", "_scales")
+"""Ends of the names of the two tensors that one in MXFP4 is (OCP Microscaling Formats (MX) Specification, version 1.0:
+32 numbers E2M1 of 4 bits, and their exponent E8M0), both uint8, of transposed matrices: [E, out, in / 32, 16], a byte
+for two numbers, the first in the low half, and [E, out, in / 32], an exponent and 127. gpt-oss has its experts so."""
+
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers of MXFP4 by their three low bits; the fourth is the sign."""
+
+
+def _dequantized_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a tensor by the shapes of its two; the shape of the blocks where they do not fit."""
+    if len(blocks) != 4 or blocks[:3] != scales:
+        return blocks
+    experts, outputs, groups, width = blocks
+    return experts, groups * width * 2, outputs
+
+
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return [E, in, out] in bf16, in which every number is exact, of blocks [E, out, in / 32, 16] and their scales."""
+    table = torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)])
+    found = torch.empty(_dequantized_shape(tuple(blocks.shape), tuple(scales.shape)), dtype=torch.bfloat16)
+    for matrix, halves, exponents in zip(found, blocks, scales, strict=True):
+        codes = torch.stack((halves & 15, halves >> 4), dim=-1).flatten(2)
+        matrix.copy_(torch.ldexp(table[codes.int()], exponents.int().unsqueeze(2) - 127).flatten(1).t())
+    return found
 
 
 class SavedTensors:
@@ -40,20 +66,21 @@ class SavedTensors:
         self._directory = directory
         self._open = lru_cache(maxsize=None)(self._open_file)
         self._files = self._index()
-        self._packed = mxfp4.packed(self._files)
-        pairs = {each + end for each in self._packed for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        packed = [{each[: -len(end)] for each in self._files if each.endswith(end)} for end in _MXFP4]
+        self._packed = frozenset.intersection(*map(frozenset, packed))
+        pairs = {each + end for each in self._packed for end in _MXFP4}
         self.names = frozenset(self._files.keys() - pairs | self._packed)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, in the shape [...] that the file gives it."""
         if name in self._packed:
-            return mxfp4.dequantized(self.read(name + mxfp4.BLOCKS), self.read(name + mxfp4.SCALES))
+            return dequantized(*(self.read(name + end) for end in _MXFP4))
         return self._found(name, lambda file: file.get_tensor(name))
 
     def shape(self, name: str, kinds: Sequence[str] = _FLOATS) -> tuple[int, ...]:
         """Return the shape of a weight, which is not read."""
         if name in self._packed:
-            return mxfp4.shape_of(*(self.shape(name + end, ("U8",)) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
+            return _dequantized_shape(*(self.shape(name + end, ("U8",)) for end in _MXFP4))
         found = self._found(name, lambda file: file.get_slice(name))
         if (kind := found.get_dtype()) not in kinds:
             raise self._unreadable(self._files[name], ValueError(f"{name} is in {kind}, and not in {one_of(kinds)}"))

@@ -156,7 +156,6 @@ def test_parts_left_out_count_nothing() -> None:
         for groups, width in [(2, 100), (2, 0), (0, 100), (0, 0)]
     )
     for count in (
-        flops.block_weights,
         flops.block_parameters,
         flops.linear_flops_per_token,
         flops.attention_flops_per_position,

@@ -20,8 +20,7 @@ from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.registry import FAMILIES, read_model
 from megatron_terapipe.huggingface.families.settings import SettingsFile
-from megatron_terapipe.huggingface.folder_weights import meta_layer, rules_of
-from megatron_terapipe.huggingface.mxfp4 import dequantized
+from megatron_terapipe.huggingface.folder_weights import dequantized, meta_layer, rules_of
 from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.gpt import further_words, layers_with_weights

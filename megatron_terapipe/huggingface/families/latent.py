@@ -204,14 +204,13 @@ YOUTU = llama_like(
 )
 
 
-def _read_depth(file: SettingsFile, fields: Fields) -> Fields:
-    depth = file.value("scale_depth", NUMBER, 1.4, nullable=True)
-    return {} if depth is None else {"residual_multiplier": depth / sqrt(fields["num_layers"])}
-
-
-def _read_base(file: SettingsFile, fields: Fields) -> Fields:
-    base = file.value("dim_model_base", COUNT, 256, nullable=True)
-    return {} if base is None else {"logit_multiplier": base / fields["hidden_size"]}
+def _read_scales(file: SettingsFile, fields: Fields) -> Fields:
+    depth, base = (
+        file.value("scale_depth", NUMBER, 1.4, nullable=True),
+        file.value("dim_model_base", COUNT, 256, nullable=True),
+    )
+    residual = {} if depth is None else {"residual_multiplier": depth / sqrt(fields["num_layers"])}
+    return residual | ({} if base is None else {"logit_multiplier": base / fields["hidden_size"]})
 
 
 MINICPM3 = llama_like(
@@ -223,14 +222,12 @@ MINICPM3 = llama_like(
     ignored("pretraining_tp"),
     same("scale_emb", "embedding_multiplier", NUMBER, 12.0),
     Setting(
-        ("scale_depth",),
-        _read_depth,
-        lambda model: {"scale_depth": model.residual_multiplier * sqrt(model.num_layers)},
-    ),
-    Setting(
-        ("dim_model_base",),
-        _read_base,
-        lambda model: {"dim_model_base": max(1, round(model.logit_multiplier * model.hidden_size))},
+        ("scale_depth", "dim_model_base"),
+        _read_scales,
+        lambda model: {
+            "scale_depth": model.residual_multiplier * sqrt(model.num_layers),
+            "dim_model_base": max(1, round(model.logit_multiplier * model.hidden_size)),
+        },
     ),
     epsilon=1e-5,
     tied=True,

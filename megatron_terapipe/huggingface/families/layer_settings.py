@@ -1,6 +1,6 @@
 """Settings of several keys: rotary positions and their scaling; windows, and layers without rotations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import isclose, log
 from typing import Any
@@ -350,29 +350,24 @@ def window_or_unrotated(default: int = 4096, every_key: str = "sliding_window_pa
     return Setting(("sliding_window", "layer_types", every_key), read, write)
 
 
-def window_after_layer(first: int = 28, *, switch: str | None = "use_sliding_window") -> Setting:
-    """Return the window of Qwen's layers from a number on.
+def windows_by_number(
+    first: int = 28, *, switch: str | None = "use_sliding_window", even_before: bool = False
+) -> Setting:
+    """Return the window of Qwen's layers from a number on, or of the layers of even index before it.
 
     Args:
         first: that number where the key is missing.
         switch: key that switches windows on; None if they have none.
     """
-    return _windows_by_number(first, switch, lambda index, first: index >= first)
 
-
-def window_before_layer() -> Setting:
-    """Return the window of the layers of even index before a number, if windows are switched on."""
-    return _windows_by_number(28, "use_sliding_window", lambda index, first: index < first and index % 2 == 0)
-
-
-def _windows_by_number(first: int, switch: str | None, windowed: Callable[[int, int], bool]) -> Setting:
     def read(file: SettingsFile, fields: Fields) -> Fields:
         # transformers writes 0 for none.
         window = file.value("sliding_window", NATURAL, 4096, nullable=True) or None
         if switch is not None and not file.value(switch, SWITCH, False):
             window = None
-        number = file.value("max_window_layers", NATURAL, first)
-        without = [window is not None and windowed(index, number) for index in range(fields["num_layers"])]
+        number, layers = file.value("max_window_layers", NATURAL, first), range(fields["num_layers"])
+        named = [i < number and i % 2 == 0 if even_before else i >= number for i in layers]
+        without = [window is not None and each for each in named]
         return _windows(file, window, _layer_types(file, fields) or without)
 
     def write(model: ModelConfig) -> Mapping[str, Any]:

@@ -14,10 +14,10 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     rotations,
     rotations_by_alpha,
     rotations_by_layer,
-    window_after_layer,
     window_by_type,
     window_of_all,
     window_or_unrotated,
+    windows_by_number,
     with_scaled_queries,
 )
 from megatron_terapipe.huggingface.families.settings import (
@@ -199,12 +199,12 @@ GLM4 = llama_like(
 
 _QWEN: dict[str, Any] = {"key_heads": 32, "defaults": (151936, 32768, 4096, 22016, 32, 32)}
 
-QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", window_after_layer(), bias=biases(qkv=True), **_QWEN)
+QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", windows_by_number(), bias=biases(qkv=True), **_QWEN)
 
 QWEN3 = llama_like(
     "qwen3",
     "Qwen3ForCausalLM",
-    window_after_layer(),
+    windows_by_number(),
     always(qk_norm="head"),
     head_size=128,
     bias=ATTENTION_BIASES,

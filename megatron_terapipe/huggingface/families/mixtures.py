@@ -18,9 +18,9 @@ from megatron_terapipe.huggingface.families.layer_settings import (
     rotations,
     rotations_by_alpha,
     rotations_by_layer,
-    window_before_layer,
     window_by_type,
     window_of_all,
+    windows_by_number,
 )
 from megatron_terapipe.huggingface.families.llama import MULTIPLIERS, llama_like
 from megatron_terapipe.huggingface.families.settings import (
@@ -394,7 +394,7 @@ QWEN2_MOE = mixture(
     always(moe_shared_expert_gate=True),
     weights_renormalised(False),
     LISTED_LAYERS,
-    window_before_layer(),
+    windows_by_number(even_before=True),
     bias=biases(qkv="qkv_bias", default=True),
     tensors=_SHARED_EXPERT,
     key_heads=16,

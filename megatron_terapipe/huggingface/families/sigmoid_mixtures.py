@@ -7,8 +7,8 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.huggingface.families.family import TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
     rotations,
-    window_after_layer,
     window_or_unrotated,
+    windows_by_number,
 )
 from megatron_terapipe.huggingface.families.mixtures import (
     BIASED_SIGMOID,
@@ -42,7 +42,7 @@ DOTS1 = mixture(
     *sigmoid_routing(1.0, renormalised=False),
     shared_experts(0),
     layers_of_experts(0),
-    window_after_layer(62, switch=None),
+    windows_by_number(62, switch=None),
     aliases={"n_routed_experts": "num_local_experts"},
     key_heads=32,
     defaults=(152064, 2048, 4608, 10944, 62, 32),
