@@ -1,5 +1,8 @@
 """The faults of a user's configuration, data or checkpoint, as the command lines report them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from deepspeed_ext.plan.errors import UserError
 
 
@@ -40,6 +43,15 @@ class SearchError(ConfigError):
 
 class SaveError(AgreedCheckpointError):
     """A checkpoint that could not be saved. Those before are whole."""
+
+
+@contextmanager
+def errors_in(place: str) -> Iterator[None]:
+    """Raise an error of a user as a `ConfigError`, after the flag or the file that it is in, if that is not empty."""
+    try:
+        yield
+    except UserError as error:
+        raise ConfigError(f"{place}: {error}" if place else str(error)) from None
 
 
 MODEL_CANNOT_BE_TRAINED = "this model cannot be trained here"

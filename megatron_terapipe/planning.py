@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.found_schedule import EFFORT, FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import PipelineShape, Placement, check_num_ops
@@ -28,7 +28,7 @@ from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO
-from megatron_terapipe.errors import ConfigError, SearchError
+from megatron_terapipe.errors import ConfigError, SearchError, errors_in
 from megatron_terapipe.strategy import FoundStrategy, Strategy
 
 if TYPE_CHECKING:
@@ -53,10 +53,8 @@ def slots_of_hosts(path: str, flag: str) -> list[int]:
     # Imported where a hostfile is named: the search is not needed otherwise.
     from megatron_terapipe.search.machine.hostfile import parse_hostfile
 
-    try:
+    with errors_in(flag):
         return [host.slots for host in parse_hostfile(read_text(path, flag), path)]
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from None
 
 
 DEVICE = "A100-SXM4-80GB"
@@ -77,7 +75,8 @@ def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
     from megatron_terapipe.search.price.workload import gpt_workload
 
     parallel, profile = config.parallel, profile_of_run(config)
-    try:
+    flags = [flag(name) for name in ("op_profile", "op_calibration") if getattr(parallel, name) is not None]
+    with errors_in(", ".join(flags)):
         return read_costs(
             gpt_workload(config.model),
             cluster,
@@ -86,9 +85,6 @@ def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
             calibration_path=parallel.op_calibration,
             profile=profile,
         )
-    except UserError as error:
-        flags = [flag(name) for name in ("op_profile", "op_calibration") if getattr(parallel, name) is not None]
-        raise ConfigError(f"{', '.join(flags)}: {error}") from None
 
 
 def profile_of_run(config: Config) -> "Profile | None":
@@ -97,10 +93,8 @@ def profile_of_run(config: Config) -> "Profile | None":
 
     if config.measured is not None:
         return parse_profile(config.measured, "the measured layers")
-    try:
+    with errors_in("--op-profile"):
         return None if config.parallel.op_profile is None else read_profile(config.parallel.op_profile)
-    except UserError as error:
-        raise ConfigError(f"--op-profile: {error}") from None
 
 
 def prices_ops(config: Config) -> bool:
@@ -165,10 +159,8 @@ def named_cluster(path: str | None, world_size: int) -> "Cluster":
     if path is None:
         return _nodes_of(DEVICE, DEVICES_OF_A_NODE, -(-world_size // DEVICES_OF_A_NODE), "default")
     names_devices = not is_hostfile(read_text(path, "--cluster"), path)
-    try:
+    with errors_in("--cluster"):
         cluster = read_cluster(path, device=None if names_devices else DEVICE)
-    except ConfigError as error:
-        raise ConfigError(f"--cluster: {error}") from None
     if cluster.num_devices < world_size:
         raise ConfigError(
             f"--cluster {path} has {cluster.num_devices} devices, fewer than the {world_size} ranks of this run: name "

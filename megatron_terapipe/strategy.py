@@ -10,7 +10,6 @@ from math import prod
 from operator import neg
 from typing import Any, NamedTuple
 
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -26,7 +25,7 @@ from megatron_terapipe.config import (
 )
 from megatron_terapipe.config.parallel import AUTO, MOST_RANKS
 from megatron_terapipe.dimensions import Dimension, Tried, dimension, dimensions_of
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, errors_in
 
 __all__ = ["Strategy"]
 
@@ -438,12 +437,10 @@ class Strategy:
 
     def cut(self, seq_length: int) -> TokenSlices:
         """Return the token slices of a sequence of `seq_length` tokens."""
-        try:
+        with errors_in("strategy"):
             if self.token_slices is None:
                 return TokenSlices.uniform(seq_length, self.num_token_slices, granularity=self.granularity)
             return TokenSlices(self.token_slices).covering(seq_length)
-        except PlanError as error:
-            raise ConfigError(f"strategy: {error}") from None
 
     @classmethod
     def from_json(cls, document: object) -> "Strategy":

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, is_dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.batch import BatchConfig, BatchSizes, EvaluationBatch
 from megatron_terapipe.config.checkpoint import CheckpointConfig
@@ -24,7 +23,7 @@ from megatron_terapipe.config.training import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, errors_in
 
 if TYPE_CHECKING:
     from deepspeed_ext.plan.solve.cuts import DocumentCuts
@@ -85,15 +84,13 @@ class Config:
             )
         granularity = self.token_granularity
         listed = self.parallel.listed_token_slices()
-        try:
+        with errors_in("--token-slices"):
             if listed is not None:
                 cut = listed.covering(seq_length)
             elif self.parallel.token_slices == BALANCED:
                 cut = balanced_token_slices(self.model, count, granularity=granularity)
             else:
                 cut = TokenSlices.uniform(seq_length, count, granularity=granularity)
-        except PlanError as error:
-            raise ConfigError(f"--token-slices: {error}") from None
         odd = [length for length in cut.lengths if length % granularity]
         if odd:
             size = self.parallel.ds_sequence_parallel_size

@@ -11,7 +11,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.options import check, one_of, option, resolve
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, errors_in
 
 AUTO = "auto"
 """Token slices, or the layers of stages, that are found for a run once its number of ranks is known; until then no
@@ -223,11 +223,9 @@ class ParallelConfig:
                 f"--schedule-memory-limit {limit} goes with --pipeline-schedule {OPTIMISED}, not with {name}: drop it"
             )
         if name in SCHEDULES:
-            try:
+            with errors_in(f"--pipeline-schedule {name}"):
                 # A schedule raises an error for pipelines that it is not for.
                 next(SCHEDULES[name](self.pipeline(), 0), None)
-            except PlanError as error:
-                raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
         elif name != OPTIMISED and not Path(name).is_file():
             raise ConfigError(
                 f"--pipeline-schedule {name} is neither a schedule nor a file of one: choose "
@@ -282,10 +280,8 @@ class ParallelConfig:
                 "type:transformer: use uniform, and --decoder-first-pipeline-num-layers or "
                 "--decoder-last-pipeline-num-layers where embedding and output layer are expensive"
             )
-        try:
+        with errors_in("--stage-partition"):
             bounds = StagePartition.parse(self.stage_partition)
-        except PlanError as error:
-            raise ConfigError(f"--stage-partition: {error}") from None
         if bounds.num_stages != self.num_stages:
             times = f" x --num-model-chunks {self.num_model_chunks}" if self.num_model_chunks > 1 else ""
             raise ConfigError(
@@ -314,7 +310,7 @@ class ParallelConfig:
                 "--data-parallel-size, --ds-sequence-parallel-size, --tensor-model-parallel-size or "
                 "--pipeline-model-parallel-size"
             )
-        try:
+        with errors_in(""):
             layout = ParallelLayout.for_world_size(
                 world_size,
                 sequence_parallel_size=self.ds_sequence_parallel_size,
@@ -323,8 +319,6 @@ class ParallelConfig:
                 num_token_slices=self.num_token_slices or 1,
                 expert_parallel_size=self.expert_model_parallel_size,
             )
-        except PlanError as error:
-            raise ConfigError(str(error)) from None
         if self.data_parallel_size not in (None, layout.data_parallel_size):
             needed = layout.world_size // layout.data_parallel_size * self.data_parallel_size
             raise ConfigError(

@@ -12,9 +12,8 @@ from ipaddress import ip_address
 from typing import Any
 
 from deepspeed_ext.plan import text_files
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.text_files import MOST_LEVELS, check_values, read_text
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, errors_in
 
 
 def read_json(path: str, flag: str, *, infinite: bool = False, unbounded: bool = False) -> object:
@@ -24,10 +23,8 @@ def read_json(path: str, flag: str, *, infinite: bool = False, unbounded: bool =
 
 def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:
     """Parse JSON text; see `deepspeed_ext.plan.text_files.parse_json`."""
-    try:
+    with errors_in(""):
         return text_files.parse_json(text, described, infinite=infinite, unbounded=unbounded)
-    except PlanError as error:
-        raise ConfigError(str(error)) from None
 
 
 def parse_yaml(text: str, described: str) -> object:
@@ -43,10 +40,8 @@ def parse_yaml(text: str, described: str) -> object:
         line = f" in line {mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ConfigError(f"{described} is not YAML ({problem}{line}): fix it") from None
-    try:
+    with errors_in(""):
         check_values(document, described, len(text))
-    except PlanError as error:
-        raise ConfigError(str(error)) from None
     return document
 
 
