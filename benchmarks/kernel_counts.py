@@ -88,7 +88,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple[Counter[str], Counter[str]]:
     """Kernels of one layer and token slice, forward and backward, by name."""
     length, device = model.seq_length // 4, torch.device("meta")
-    layer = TransformerBlock(model, model.blocks[0], TensorParallelRanks()).to(device, torch.bfloat16)
+    with device:
+        layer = TransformerBlock(model, model.blocks[0], TensorParallelRanks()).to(torch.bfloat16)
     state = SequenceState(TokenSlices((length,) * 4), sequences=range(2))
     outputs, forwards, backwards = [], [], []
     with patch.object(sequence_state, "kernel_for", lambda *_, **more: CudaFlash()):
@@ -206,8 +207,8 @@ def operators() -> dict[str, Both]:
         "layernorm": _per(states, _norm_of_sum("layernorm")[0]),
         "rmsnorm": _per(states, _norm_of_sum("rmsnorm")[0]),
         "residual": _per(states, _residual(ranks)),
-        "activation": _per(states, _module(Activation(_model(activation="gelu")))),
-        "gated_activation": _per(states, _module(Activation(_model(activation="swiglu")), width=2 * HIDDEN)),
+        "activation": _per(states, _module(Activation, _model(activation="gelu"))),
+        "gated_activation": _per(states, _module(Activation, _model(activation="swiglu"), width=2 * HIDDEN)),
         "bias": _per(states, _less(_linear(ranks, bias=True), _linear(ranks, bias=False))),
         "rotary": _per(of_queries + of_keys, rotary),
         "head_norm": _per(of_queries + of_keys, head_norm),
@@ -253,9 +254,10 @@ def _of_prefix(attention: tuple[Both, Both]) -> Counted:
     return second - first
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
+def _on_meta(kind: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """A module whose matrices have sums of their gradients in fp32, as `BF16_Optimizer` keeps them."""
-    module = module.to("meta", PRECISION)
+    with torch.device("meta"):
+        module = kind(*arguments, **more).to(PRECISION)
     with patch.object(weight_gradients, "_adds_products", lambda *_: True):
         for weight in module.parameters():
             if weight.dim() > 1:
@@ -284,19 +286,19 @@ def _backward(output: Tensor | tuple[Tensor, ...]) -> Counted:
     return Counted.of(counter)
 
 
-def _module(module: nn.Module, width: int = HIDDEN) -> Both:
-    return _both(_on_meta(module), _numbers(ROWS, TOKENS, width))
+def _module(kind: Callable[..., nn.Module], *arguments: Any, width: int = HIDDEN, **more: Any) -> Both:
+    return _both(_on_meta(kind, *arguments, **more), _numbers(ROWS, TOKENS, width))
 
 
 def _linear(ranks: TensorParallelRanks, *, bias: bool) -> Both:
-    return _module(ColumnParallelLinear(HIDDEN, HIDDEN, ranks, lambda *_: None, bias=bias))
+    return _module(ColumnParallelLinear, HIDDEN, HIDDEN, ranks, lambda *_: None, bias=bias)
 
 
 def _norm_of_sum(name: str) -> tuple[Both, Both]:
     """A norm whose input is the residual, too; and more than that, the sum that is its input."""
 
     def count(added: Tensor | None) -> Both:
-        norm = _on_meta(NORMS[name](_model(), TensorParallelRanks()))
+        norm = _on_meta(NORMS[name], _model(), TensorParallelRanks())
         return _both(lambda hidden: norm(Sum(hidden, added, 1.0)), _numbers(ROWS, TOKENS, HIDDEN))
 
     known = count(None)
@@ -318,7 +320,7 @@ def _residual(ranks: TensorParallelRanks) -> Both:
 
 def _attention(model: ModelConfig) -> tuple[Both, Both]:
     """Attention of the second and of the first of four token slices, with its products."""
-    layer = _on_meta(SelfAttention(model, model.blocks[0], TensorParallelRanks()))
+    layer = _on_meta(SelfAttention, model, model.blocks[0], TensorParallelRanks())
     state = SequenceState(TokenSlices((TOKENS,) * 4), sequences=range(ROWS))
     outputs, forwards, backwards = [], [], []
     with patch.object(sequence_state, "kernel_for", lambda *_, **more: CudaFlash()):
@@ -356,7 +358,7 @@ def _exchanges(model: ModelConfig) -> Both:
 
 def _loss(model: ModelConfig, ranks: TensorParallelRanks) -> Both:
     """The loss of a vocabulary with padding."""
-    embedding = _on_meta(WordEmbedding(model, ranks))
+    embedding = _on_meta(WordEmbedding, model, ranks)
     return _per(ROWS * TOKENS * len(embedding.weight), _loss_of(embedding, ROWS, TOKENS))
 
 
@@ -386,14 +388,14 @@ def loss_bytes(**more: Any) -> tuple[float, float]:
     )
     forward, backward = (
         PRECISION.itemsize * each.numbers + each.other_bytes
-        for each in _loss_of(_on_meta(WordEmbedding(model, TensorParallelRanks())), 1, LOSS_TOKENS)
+        for each in _loss_of(_on_meta(WordEmbedding, model, TensorParallelRanks()), 1, LOSS_TOKENS)
     )
     return forward, backward
 
 
 def _embedding(model: ModelConfig, ranks: TensorParallelRanks) -> Both:
     tokens = torch.empty(ROWS, TOKENS, dtype=torch.int64, device="meta")
-    return _both(_on_meta(WordEmbedding(model, ranks)), tokens)
+    return _both(_on_meta(WordEmbedding, model, ranks), tokens)
 
 
 def count_operators(argv: Sequence[str] | None = None) -> None:

@@ -244,27 +244,30 @@ def _offset(dependency: Any) -> int:
     return int(index.subs(dict.fromkeys(index.free_symbols, 0)).expand(identity=True))
 
 
+_KNOWN: dict[Any, Kernels] = {}
+"""Kernels of compiled functions, by the function and its arguments: to compile takes most of the time of a count."""
+
+
 @contextmanager
 def counting(*, compiled: bool) -> Iterator[KernelCounter]:
     """Count the kernels that run inside, on the meta device."""
     counter = KernelCounter()
-    known: dict[Any, Kernels] = {}
 
     def call(function: Pointwise, *arguments: Any) -> Any:
         name, operators, moved = function.function.__name__, counter.found.copy(), counter.moved.copy()
         result = function.function(*arguments)
         if not compiled:
             return result
-        key = name, *(each.shape if isinstance(each, Tensor) else each for each in arguments)
+        key = function.function, *((each.shape, each.dtype) if isinstance(each, Tensor) else each for each in arguments)
         counter.found, counter.moved = operators, moved
-        if key not in known:
+        if key not in _KNOWN:
             with _disable_current_modes():
                 on_cpu = [
                     torch.zeros_like(each, device="cpu") if isinstance(each, Tensor) else each for each in arguments
                 ]
-                known[key] = compiled_kernels(function.function, *on_cpu)
-        counter.found[name] += known[key].count
-        counter.moved += known[key].moved
+                _KNOWN[key] = compiled_kernels(function.function, *on_cpu)
+        counter.found[name] += _KNOWN[key].count
+        counter.moved += _KNOWN[key].moved
         return result
 
     with patch.multiple(Pointwise, __call__=call, is_compiled_on=lambda *_: compiled), counter:
