@@ -102,7 +102,9 @@ def _precision(row: Mapping[str, Any]) -> str:
 def _trainer(row: Mapping[str, Any], precision: str) -> str:
     """Name of its trainer in `trainers.yaml`; cards of recipes are of the last releases."""
     release = str(row.get("release") or "")
-    has_graphs = release == "verification card" or release >= tables()["graphs"]["release"]
+    graphs = tables()["graphs"]
+    has_graphs = release == "verification card" or release >= graphs["release"]
+    has_graphs = has_graphs and f"{_known(row)} {_system(row)}" not in graphs["without"]
     return "bridge-graphs" if "Bridge" in row["source"] and precision == "mxfp8" and has_graphs else "megatron-core"
 
 

@@ -65,6 +65,13 @@ def test_trainers_of_releases(tmp_path: Path, release: str | None, precision: st
     assert read(tmp_path, row)[0].software.name == name
 
 
+def test_recipe_without_graphs(tmp_path: Path) -> None:
+    row = {**ROW, "release": "26.06 NeMo Container", "precision": "MXFP8", "model": "GPT OSS 120B", "tp": 1, "pp": 1}
+    found = [read(tmp_path, {**row, "vpp": None, "system": system})[0].software for system in ("B300", "GB300")]
+    assert [each.name for each in found] == ["megatron-core", "bridge-graphs"]
+    assert found[0].communication.sends_once
+
+
 @pytest.mark.parametrize("name", tables()["models"])
 def test_every_model_can_be_built(tmp_path: Path, name: str) -> None:
     (trial,) = read(tmp_path, {**ROW, "model": name, "tp": 1, "pp": 1, "vpp": None})

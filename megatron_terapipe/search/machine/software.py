@@ -105,6 +105,8 @@ class Products:
     fuses_experts: bool = False
     """Whether in 8 bits the grouped products of gated experts compute the activation and the casts of its inputs and
     outputs themselves, on rows that the exchange has put where such products read them."""
+    router_precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the product that scores experts; in `bf16` also operands that are rounded for tensor cores (TF32)."""
     expert_accumulation_bytes: float = 0.0
     """Bytes that each backward moves for a weight after the grouped product of its gradient, where that cannot add to
     the sum."""

@@ -252,6 +252,9 @@ MEGATRON_CORE = Software(
         accumulation_bytes=8,
         accumulates_in_place=True,
         groups_experts=False,
+        # Scores in fp32 are products of bf16, and TF32 back (`RouterGatingLinearFunction` of
+        # megatron/core/transformer/moe/moe_utils.py; `cublaslt_gemm.cu` of Transformer Engine).
+        router_precision="bf16",
     ),
     attention=AttentionCore(
         kernel="flash-attention-2",

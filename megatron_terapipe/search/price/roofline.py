@@ -412,7 +412,9 @@ class Roofline:
             kernels = {name: here * getattr(bias, name) for name in ("forward_kernels", "input_kernels")}
             yield bias._replace(**kernels)
         router = Product(hidden, experts.number)
-        yield replace(self, precision="fp32")._product(router, device, 1.0, query.routed_tokens)
+        yield replace(self, precision=self.software.products.router_precision)._product(
+            router, device, 1.0, query.routed_tokens
+        )
         held = query.routed_tokens * experts.chosen * held_rows(experts, query.expert_parallel_size)
         # Rows that come from other ranks are sorted once more; tokens that are sent once become rows only there.
         sorts = np.where(np.greater(query.expert_parallel_size, 1), 2.0, 1.0)

@@ -62,6 +62,12 @@ def test_flops_are_those_of_the_trainer() -> None:
     assert SHARED.linear_flops_per_token - EXPERTS.linear_flops_per_token == 2 * 3 * 1024 * 2048
 
 
+def test_scores_of_experts_in_bf16_are_faster() -> None:
+    in_fp32 = replace(MEGATRON_CORE, products=replace(MEGATRON_CORE.products, router_precision="fp32"))
+    fast, slow = (Roofline(HardwareEfficiency(), software)(query()) for software in (MEGATRON_CORE, in_fp32))
+    assert fast.forward < slow.forward and fast.weight_gradient < slow.weight_gradient
+
+
 def test_products_depend_on_the_tokens_of_an_expert() -> None:
     """As many rows of fewer experts are faster: fuller tiles, and fewer weights to read and gradients to add."""
     even = with_experts(imbalance=1.0)
