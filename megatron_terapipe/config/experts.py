@@ -1,4 +1,4 @@
-"""Sizes of a model, and mixtures of experts: the settings of their layers, and the rule by which a router chooses.
+"""Sizes of a model, and mixtures of experts: the settings of their layers, and of the rule by which a router chooses.
 
     family         scores     chosen by                       weights of the chosen
     Mixtral        softmax    score, 2 of 8                   softmax over the chosen
@@ -33,27 +33,6 @@ _LOSSES = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 """Names in the log, Megatron's but for documents, by the kind of loss."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoutingRule:
-    """How a router chooses experts for a token, and weighs their outputs."""
-
-    num_experts: int
-    top_k: int
-    """Experts that a token chooses."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the logits that gives the scores."""
-    renormalise: bool = True
-    """Whether the scores of the chosen experts are divided by their sum."""
-    num_groups: int = 1
-    """Groups of as many experts each, one after the other."""
-    kept_groups: int = 1
-    """Groups in which a token chooses: those with the largest sums of their top_k / kept_groups best scores."""
-    scale: float = 1.0
-    """Factor of the weights."""
-    has_bias: bool = False
-    """Whether a bias is added to the scores by which experts are chosen, and not to their weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,20 +154,10 @@ class ExpertSettings(ModelSizes):
     sizes; `allgather` sends all tokens to all expert-parallel ranks, and nothing waits. `auto` is the cheaper one."""
 
     @property
-    def routing(self) -> RoutingRule:
-        """The rule of the routers; only of a model with experts."""
-        assert self.num_experts is not None, "read only in layers of experts"
+    def renormalises(self) -> bool:
+        """Whether the scores of the experts that a token chooses are divided by their sum."""
         softmax = self.moe_router_score_function == "softmax"
-        return RoutingRule(
-            num_experts=self.num_experts,
-            top_k=self.moe_router_topk,
-            score=self.moe_router_score_function,
-            renormalise=not self.moe_router_pre_softmax if softmax else self.moe_router_topk > 1,
-            num_groups=self.moe_router_num_groups or 1,
-            kept_groups=self.moe_router_group_topk or 1,
-            scale=self.moe_router_topk_scaling_factor or 1.0,
-            has_bias=self.moe_router_enable_expert_bias,
-        )
+        return not self.moe_router_pre_softmax if softmax else self.moe_router_topk > 1
 
     @property
     def router_losses(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class Balance(CountingLayer):
         groups_of = model.moe_router_load_balancing_type if model.moe_aux_loss_coeff else "none"
         of_step = groups_of == "global_aux_loss"
         super().__init__(
-            width=model.routing.num_experts,
+            width=model.num_experts or 0,
             num_values=len(model.router_losses),
             reads=None if groups_of == "none" else "step" if of_step else "micro-batch",
         )

@@ -27,7 +27,7 @@ from deepspeed_ext.runtime.gradients.weight_gradients import now_or_deferred, su
 from deepspeed_ext.runtime.state.sequence_state import Past
 from deepspeed_ext.runtime.topology import ExpertParallelRanks
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.experts import RoutingRule
+from megatron_terapipe.config.experts import ExpertSettings
 from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.balance import Balance
 from megatron_terapipe.model.expert_dispatch import AllGather, AllToAll, Here, Pairs
@@ -38,42 +38,47 @@ from megatron_terapipe.model.tensor_parallel import Initializer, TensorParallelR
 # ---------------------------------------------------------------------- the rule
 
 
-def choose(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Tensor:
+def choose(logits_TE: Tensor, rule: ExpertSettings, bias_E: Tensor | None = None) -> Tensor:
     """Return the experts that each token chooses, the best first: chosen_TK, int64.
+
+    Groups are experts one after the other; a token chooses in those with the largest sums of their best scores, of
+    which there are as many as it takes to choose as many in each.
 
     Args:
         logits_TE: of the router, in fp32 or fp64.
         bias_E: added to the scores here, and not in `weigh`; None for none.
     """
     # A softmax keeps the order of its logits.
-    scored = rule.score == "sigmoid" or bias_E is not None or rule.num_groups > 1
+    groups, kept = rule.moe_router_num_groups or 1, rule.moe_router_group_topk or 1
+    scored = rule.moe_router_score_function == "sigmoid" or bias_E is not None or groups > 1
     scores_TE = scores(logits_TE, rule) if scored else logits_TE
     if bias_E is not None:
         scores_TE = scores_TE + bias_E
-    if rule.num_groups > 1:
-        scores_TGe = scores_TE.unflatten(1, (rule.num_groups, -1))
-        best_TG = scores_TGe.topk(rule.top_k // rule.kept_groups, dim=2).values.sum(2)
+    if groups > 1:
+        scores_TGe = scores_TE.unflatten(1, (groups, -1))
+        best_TG = scores_TGe.topk(rule.moe_router_topk // kept, dim=2).values.sum(2)
         dropped_TG = torch.ones_like(best_TG, dtype=torch.bool)
-        dropped_TG.scatter_(1, best_TG.topk(rule.kept_groups, dim=1).indices, False)
+        dropped_TG.scatter_(1, best_TG.topk(kept, dim=1).indices, False)
         # Not 0, which is more than a score with a negative bias.
         scores_TE = scores_TGe.masked_fill(dropped_TG.unsqueeze(2), float("-inf")).flatten(1)
-    return scores_TE.topk(rule.top_k, dim=1).indices
+    return scores_TE.topk(rule.moe_router_topk, dim=1).indices
 
 
-def scores(logits_TE: Tensor, rule: RoutingRule) -> Tensor:
+def scores(logits_TE: Tensor, rule: ExpertSettings) -> Tensor:
     """Return the scores of all experts: scores_TE, each in [0, 1]."""
-    return logits_TE.softmax(1) if rule.score == "softmax" else logits_TE.sigmoid()
+    return logits_TE.softmax(1) if rule.moe_router_score_function == "softmax" else logits_TE.sigmoid()
 
 
-def weigh(logits_TE: Tensor, chosen_TK: Tensor, rule: RoutingRule) -> Tensor:
+def weigh(logits_TE: Tensor, chosen_TK: Tensor, rule: ExpertSettings) -> Tensor:
     """Return the weights of the chosen experts' outputs: weights_TK, differentiable in the logits."""
-    if rule.score == "softmax" and rule.renormalise:
+    if rule.moe_router_score_function == "softmax" and rule.renormalises:
         weights_TK = logits_TE.gather(1, chosen_TK).softmax(1)
     else:
         weights_TK = scores(logits_TE, rule).gather(1, chosen_TK)
-        if rule.renormalise:
+        if rule.renormalises:
             weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
-    return weights_TK if rule.scale == 1 else weights_TK * rule.scale
+    scale = rule.moe_router_topk_scaling_factor or 1.0
+    return weights_TK if scale == 1 else weights_TK * scale
 
 
 class Router(nn.Module):
@@ -81,11 +86,12 @@ class Router(nn.Module):
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.rule = model.routing
-        experts, drawn = self.rule.num_experts, normal(model.init_method_std)
+        assert model.num_experts is not None, "made only in layers of experts"
+        self.rule, drawn = model, normal(model.init_method_std)
+        experts = self.num_experts = model.num_experts
         self.weight = ranks.whole(experts, model.hidden_size, initialize=drawn)
         self.bias = ranks.whole(experts, initialize=drawn) if model.has_router_bias else None
-        bias_E = torch.zeros(experts, dtype=torch.float32) if self.rule.has_bias else None
+        bias_E = torch.zeros(experts, dtype=torch.float32) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.balance = Balance(model, ranks, None if bias_E is None else lambda: self.expert_bias)
 
@@ -100,7 +106,7 @@ class Router(nn.Module):
         weights_TK = weigh(self.balance.with_losses(logits_TE, rows, past), chosen_TK, self.rule)
         if kept[1] is None:
             return chosen_TK, weights_TK
-        return chosen_TK.masked_fill(~kept[1], self.rule.num_experts), weights_TK * kept[1]
+        return chosen_TK.masked_fill(~kept[1], self.num_experts), weights_TK * kept[1]
 
     def _choose(self, logits_TE: Tensor, rows: int, past: Past) -> tuple[Tensor, Tensor | None]:
         """Choose, count the choices, and find those within the capacity: chosen_TK, int16, within_TK."""

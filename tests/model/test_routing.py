@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_terapipe.config.experts import RoutingRule
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.experts import choose, weigh
 
 pytest.importorskip("transformers")
@@ -11,7 +11,11 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 
 GROUPED = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
-RULE = RoutingRule(num_experts=32, top_k=8, score="sigmoid", num_groups=8, kept_groups=4, scale=2.5, has_bias=True)
+RULE = ModelConfig(
+    **{"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 8, "num_experts": 32},
+    **{"moe_router_topk": 8, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 8},
+    **{"moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True},
+)
 
 
 @pytest.mark.parametrize(
