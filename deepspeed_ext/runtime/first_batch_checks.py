@@ -144,17 +144,23 @@ def check_layers(
                 raise
             except Exception as error:
                 fault = _in_words(error)
-            # Before they run it together: a rank that goes on without the others would wait for them.
-            if ranks.size > 1 and any(map(bool, ranks.gather(torch.tensor(fault is not None)))):
-                fault = fault or ""
-            if fault is not None:
+            faults = [fault]
+            if ranks.size > 1:  # Before they run it together: a rank that goes on alone would wait for the others.
+                faults *= ranks.size
+                dist.all_gather_object(faults, fault, group=ranks.group)
+            if all(faults):
                 # A layer may need all tokens of a token slice, or state of its own.
-                if fault:
-                    _warn(
-                        f"{layer.name} and those after it were not checked for token slices: on {num_tokens} tokens "
-                        f"they raise {fault}"
-                    )
+                _warn(
+                    f"{layer.name} and those after it were not checked for token slices: on {num_tokens} tokens they "
+                    f"raise {fault}"
+                )
                 return True
+            for number, each in enumerate(faults):
+                if each:
+                    raise UserError(
+                        f"{layer.name} raises {each} on one of the ranks that share every sequence, number {number} of "
+                        f"{ranks.size}, and not on all: correct it, or let no ranks share a sequence"
+                    )
             if ranks.size > 1:
                 with _shaken(layer):
                     of_ranks = _difference_of_ranks(layer, hidden, entries, ranks)

@@ -441,7 +441,9 @@ def test_the_stage_with_such_a_layer_names_it_in_the_first_batch_and_other_runs_
         assert line.startswith("layer 4 (OwnAttention) gives other results in token slices")
     for kind, *lines in zip(("CarriesItsPart", "WeightOfAnother"), first[1:3], last[1:3], strict=True):
         assert all(line.startswith(f"layer 4 ({kind}) gives other results on 2 sequence-parallel") for line in lines)
-    assert first[3:] == last[3:] == ["", ""]
+    assert first[3] == last[3] == ""
+    assert first[4] == last[4]
+    assert first[4].startswith("layer 4 (RaisesAtFirst) raises ValueError (a bug) on one of the ranks that share")
 
 
 def test_a_layer_that_fails_on_one_of_the_ranks_that_share_its_tokens_is_named_there() -> None:
