@@ -3,7 +3,7 @@
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.terminal import printable
@@ -11,6 +11,7 @@ from deepspeed_ext.plan.terminal import printable
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.segment import Segment
+    from rich.table import Table
 
 WIDTH_OF_FILES = 100
 """Columns of a line where standard output is a file or a pipe, unless COLUMNS is set."""
@@ -31,6 +32,17 @@ def output_console(**settings: Any) -> "Console":
     if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return console
     return PrintableConsole(width=WIDTH_OF_FILES, **settings)
+
+
+def plain_table(names: Iterable[str], left: Container[str] = ()) -> "Table":
+    """Return an empty table with a line below its head; columns in `left` are aligned there, others on the right."""
+    import rich.box
+    from rich.table import Table
+
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
 
 
 _KEPT_SPACE = re.compile(r"(?<=[\d%]) (?=[\w(])|(?<=[\w:]) (?=[-+]?\d)| (?=·|of \d)|(?<=\(best) ")

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -59,9 +59,7 @@ def _pass_on(number: int, _: FrameType | None) -> None:
     from deepspeed_ext.runtime.health.processes import launched_here
 
     launchers, ranks = launched_here()
-    for process in ranks or launchers:
-        with suppress(ProcessLookupError):
-            os.kill(process, number)
+    _kill(ranks or launchers, number)
     if not ranks and number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -72,9 +70,13 @@ def _end_without_ranks() -> None:
     from deepspeed_ext.runtime.health.processes import launched_here
 
     launchers, ranks = launched_here()
-    for process in () if ranks else launchers:
+    _kill(() if ranks else launchers, signal.SIGTERM)
+
+
+def _kill(processes: Iterable[int], number: int) -> None:
+    for process in processes:
         with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGTERM)
+            os.kill(process, number)
 
 
 def _remedy() -> str:

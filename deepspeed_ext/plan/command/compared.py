@@ -11,9 +11,8 @@ from deepspeed_ext.plan.command.request import Memory, memory_of
 from deepspeed_ext.plan.command.simulated import (
     NAME_WIDTH,
     lines,
-    order_figures,
-    peak_figures,
     row_unit,
+    timeline_figures,
     write_files,
 )
 from deepspeed_ext.plan.draw import render_text
@@ -128,7 +127,6 @@ def _figures(comparison: Comparison, steps: list[StepRecord], memory: Memory) ->
         "schedule": shown.schedule,
         "iteration": shown.iteration,
         "makespan": measured.makespan,
-        **peak_figures(measured, shown.token_slices, memory),
         "eta": comparison.efficiency,
         "simulated": {
             "makespan": simulated.makespan,
@@ -157,7 +155,7 @@ def _figures(comparison: Comparison, steps: list[StepRecord], memory: Memory) ->
             {"op": str(each.op), "duration": each.duration, "late": each.late}
             for each in comparison.differences()[:_SHOWN_DIFFERENCES]
         ],
-        **order_figures(measured),
+        **timeline_figures(measured, shown.token_slices, memory),
     }
 
 

@@ -100,14 +100,13 @@ def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, A
         "makespan": timeline.makespan,
         **({"duration": timeline.duration} if timeline.reductions else {}),
         **({} if request.lower_bound is None else {"lower_bound": request.lower_bound}),
-        **peak_figures(timeline, request.lengths, memory),
         **({} if request.partition is None else {"stage_partition": list(request.partition.bounds)}),
-        **order_figures(timeline),
+        **timeline_figures(timeline, request.lengths, memory),
     }
 
 
-def peak_figures(timeline: Timeline, lengths: Sequence[float], memory: Memory) -> dict[str, Any]:
-    """Return the figures that a simulated and a measured timeline have in the middle of their JSON."""
+def timeline_figures(timeline: Timeline, lengths: Sequence[float], memory: Memory) -> dict[str, Any]:
+    """Return the figures that a simulated and a measured timeline have."""
     found: dict[str, Any] = {
         "bubble_ratio": timeline.bubble_ratio,
         "peak_live_token_slices": list(timeline.peak_live_token_slices),
@@ -119,12 +118,9 @@ def peak_figures(timeline: Timeline, lengths: Sequence[float], memory: Memory) -
         if timeline.host_copies:
             on_host = memory.host_curves(timeline)
             found |= {"peak_host_memory_bytes": [peak(curve) for curve in on_host], "host_memory_bytes": on_host}
-    return found | {"deadlock_free": True, "token_slices": list(lengths)}
-
-
-def order_figures(timeline: Timeline) -> dict[str, Any]:
-    """Return the figures that both have at the end of it."""
-    return {
+    return found | {
+        "deadlock_free": True,
+        "token_slices": list(lengths),
         "critical_path": [str(op) for op in critical_path(timeline).ops],
         "orders": [[str(op) for op in order] for order in executed_order(timeline)],
         **json.loads(timeline.to_json()),

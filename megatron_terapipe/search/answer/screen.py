@@ -7,7 +7,7 @@ the rest.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_terapipe.console import output_console, print_text
+from megatron_terapipe.console import output_console, plain_table, print_text
 from megatron_terapipe.dimensions import Dimension, ordered_for
 from megatron_terapipe.search.answer.answer import why_before
 from megatron_terapipe.search.answer.json_documents import DecisionPart, RankDocument, RankedEntry, Ranking
@@ -18,7 +18,6 @@ from megatron_terapipe.texts import bytes_text, count_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 COLUMNS = ordered_for(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
 LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
@@ -107,6 +106,8 @@ def _cell(dimension: Dimension, strategy: Strategy) -> str:
 
 def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     """Print the answer, the question and the ranking, with the strategies that cannot run last."""
+    from rich.text import Text
+
     console = console or output_console()
     entries = sorted(ranking.entries, key=lambda entry: entry.rank)
     for line in (ranking.answer, heading(ranking)):
@@ -116,7 +117,12 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     names, rows = rows_of(entries)
     shared = _shared(names, rows)
     shown = _fitting([name for name in names if name not in shared and name != "why not"], rows, console.width)
-    console.print(_table(entries, shown, rows))
+    table = plain_table(shown, LEFT)
+    for entry, row in zip(entries, rows, strict=True):
+        style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
+        # As `Text`, so that brackets in a name are not markup.
+        table.add_row(*(Text(row.get(name, "")) for name in shown), style=style)
+    console.print(table)
     legend = [f"{name}: {words}" for name, words in EXPLAINED.items() if name in shown or name in shared]
     lines = [f"all rows: {', '.join(f'{name} {text}' for name, text in shared.items())}"] if shared else []
     lines += [", ".join(legend)] if legend else []
@@ -170,18 +176,3 @@ def _fitting(names: list[str], rows: list[dict[str, str]], width: int) -> list[s
         if name in kept:
             kept.remove(name)
     return kept
-
-
-def _table(entries: Sequence[RankedEntry], names: list[str], rows: list[dict[str, str]]) -> "Table":
-    import rich.box
-    import rich.table
-    import rich.text
-
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in names:
-        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
-    for entry, row in zip(entries, rows, strict=True):
-        style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
-        # As `Text`, so that brackets in a name are not markup.
-        table.add_row(*(rich.text.Text(row.get(name, "")) for name in names), style=style)
-    return table

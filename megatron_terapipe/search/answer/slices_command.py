@@ -8,7 +8,7 @@ from dataclasses import replace
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
-from megatron_terapipe.console import output_console
+from megatron_terapipe.console import output_console, plain_table
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import DEVICE
 from megatron_terapipe.search.answer.answer import question
@@ -142,13 +142,7 @@ def _unlike_the_trainer(options: argparse.Namespace, problem: SearchProblem) -> 
 
 def print_cuts(document: TokenSlicesDocument) -> None:
     """Print the curve, the flags of the best cut, and the notes."""
-    import rich.box
-    import rich.table
-
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("token slices", "seconds", "speed-up"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("lengths", no_wrap=True)
+    table = plain_table(("token slices", "seconds", "speed-up", "lengths"), left=("lengths",))
     for cut in document.curve:
         shown = ",".join(map(str, cut.token_slices[:SHOWN])) + (",..." if len(cut.token_slices) > SHOWN else "")
         factor = "" if cut.speedup is None else f"{cut.speedup:.2f}"
