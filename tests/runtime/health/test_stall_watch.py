@@ -264,14 +264,26 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "code"), [("stop", -signal.SIGKILL), ("rank", -signal.SIGKILL), ("lock", -signal.SIGKILL), ("end", 0)]
-)
-def test_the_timer_kills_unless_it_is_set_again(ending: str, code: int) -> None:
-    process = subprocess.run([sys.executable, "-c", STOPPED, ending], timeout=60, check=False, capture_output=True)
-    assert process.returncode == code
+ENDINGS = {"stop": -signal.SIGKILL, "rank": -signal.SIGKILL, "lock": -signal.SIGKILL, "end": 0}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """A process for each ending, side by side: they mostly wait."""
+    command = [sys.executable, "-c", STOPPED]
+    started = {ending: subprocess.Popen([*command, ending], stderr=subprocess.PIPE) for ending in ENDINGS}
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_timer_kills_unless_it_is_set_again(ending: str, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    _, errors = processes[ending].communicate(timeout=60)
+    assert processes[ending].returncode == ENDINGS[ending]
     # No thread of Python prints stacks while the lock is held.
-    assert (b"most recent call first" in process.stderr) == (ending == "lock")
+    assert (b"most recent call first" in errors) == (ending == "lock")
 
 
 TIMEOUT_OF_ENGINES = timedelta(seconds=2)
