@@ -22,7 +22,7 @@ from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.machine.software import Software
-    from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+    from megatron_terapipe.search.rank.rules import ProgressCallback
 
 CHANGES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),

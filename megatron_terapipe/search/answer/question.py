@@ -10,7 +10,7 @@ from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.search.answer.flags import check_count, constraints_of, problem_of
 from megatron_terapipe.search.learn.costs import Costs, read_costs
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.rank.grid_prices import ProgressCallback, no_progress
+from megatron_terapipe.search.rank.rules import ProgressCallback, no_progress
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices, check_runnable
 

@@ -33,8 +33,8 @@ from megatron_terapipe.search.answer.question import Question, question_of
 from megatron_terapipe.search.answer.screen import print_notes, print_table
 from megatron_terapipe.search.answer.what_if import what_ifs
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
-from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, FITS, HEADROOM, NEEDS_NO_HOSTS, ProgressCallback
-from megatron_terapipe.search.rank.rules import DUPLICATES, USES_DEVICES
+from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, FITS, HEADROOM, NEEDS_NO_HOSTS
+from megatron_terapipe.search.rank.rules import DUPLICATES, USES_DEVICES, ProgressCallback
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult, predict_one, search, with_batch
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy

@@ -34,7 +34,7 @@ from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.makespan import num_searched_ops
 from megatron_terapipe.search.price.stages import pipeline_shape
-from megatron_terapipe.search.rank.grid_prices import ProgressCallback, no_progress
+from megatron_terapipe.search.rank.rules import ProgressCallback, no_progress
 from megatron_terapipe.search.rank.search import Ranked, SearchResult, priced
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy

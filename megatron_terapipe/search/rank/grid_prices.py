@@ -15,7 +15,7 @@ token slices are live on rank i; with zero-bubble the weight gradients of i of t
 `price.activations.peak_held` counts the same op by op for strategies that may win.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -33,7 +33,14 @@ from megatron_terapipe.search.price.links import RankGroups
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, host_bytes, total_bytes
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts
 from megatron_terapipe.search.rank.grid_times import OpTables, grid_times
-from megatron_terapipe.search.rank.rules import SAME_STAGES, LegalGrid, SearchCounts, layouts, legal_grids
+from megatron_terapipe.search.rank.rules import (
+    SAME_STAGES,
+    LegalGrid,
+    ProgressCallback,
+    SearchCounts,
+    legal_grids,
+    no_progress,
+)
 from megatron_terapipe.search.rank.space import Axis, Choices, SearchProblem, StrategyGrid
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
 from megatron_terapipe.strategy import SOLVED, Strategy
@@ -236,13 +243,6 @@ NEEDS_NO_HOSTS = "token slices wait on hosts only where devices are short of mem
 EASILY = 0.9
 """Share of the room for a strategy that its memory, by a bound, may take for copies to be of no use."""
 
-ProgressCallback = Callable[[int, int, str], None]
-"""Called with steps done, steps in all, and the phase."""
-
-
-def no_progress(done: int, total: int, phase: str) -> None:
-    """Show no progress."""
-
 
 @dataclass(frozen=True)
 class PricedGrid:
@@ -287,9 +287,7 @@ def price_space(
         known.setdefault(each.cost_model.efficiency, OpTables(each.cost_model, choices["micro_batch_size"]))
         for each in pricings
     ]
-    total = len(layouts(choices, problem.cluster.num_devices))
-    for number, found in enumerate(legal_grids(problem, choices, counts)):
-        progress(number, total, "closed form")
+    for found in legal_grids(problem, choices, counts, progress):
         flags = np.zeros((4, *found.grid.shape), dtype=bool)
         memory = GridMemory(found.grid, pricings[0].memory_model)
         for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):

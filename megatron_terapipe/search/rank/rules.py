@@ -443,6 +443,14 @@ class SearchCounts:
 
 RULES = (*TRAINER_RULES, *DUPLICATES)
 
+ProgressCallback = Callable[[int, int, str], None]
+"""Called with steps done, steps in all, and the phase."""
+
+
+def no_progress(done: int, total: int, phase: str) -> None:
+    """Show no progress."""
+
+
 USES_DEVICES = "parallel sizes multiply to the devices"
 
 
@@ -456,29 +464,37 @@ class LegalGrid:
     """[grid] whether a strategy keeps the rules."""
 
 
-def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
-    """Return the values of the dimensions that are on no axis of a grid, by name, in all combinations."""
+def layouts(choices: Choices, num_devices: int) -> tuple[list[dict[str, int]], int]:
+    """Return the values, by name, of the dimensions that are on no axis of a grid, and how many do not use all devices.
+
+    They are all combinations with as many ranks as devices.
+    """
     searched = [each for each in DIMENSIONS if each.tried is not None and not each.axis]
     (rest,) = [each.name for each in searched if each.tried is Tried.REST_OF_DEVICES]
     others = [each for each in searched if each.name != rest]
-    wanted = choices.values[rest]
-    found = []
-    for values in itertools.product(*(choices[each.name] for each in others)):
-        size, left_over = divmod(num_devices, prod(v for each, v in zip(others, values, strict=True) if each.ranks))
-        size = 0 if left_over else size
-        if wanted is None or size in wanted:
-            found.append({rest: size, **{each.name: v for each, v in zip(others, values, strict=True)}})
-    return found
+    found: list[dict[str, int]] = [{rest: num_devices}]
+    for each in others:
+        found = [
+            {**sizes, rest: sizes[rest] // (value if each.ranks else 1), each.name: value}
+            for sizes in found
+            for value in choices[each.name]
+            if not each.ranks or sizes[rest] % value == 0
+        ]
+    if (wanted := choices.values[rest]) is not None:
+        return [sizes for sizes in found if sizes[rest] in wanted], 0
+    return found, prod(len(choices[each.name]) for each in others) - len(found)
 
 
-def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) -> Iterator[LegalGrid]:
+def legal_grids(
+    problem: SearchProblem, choices: Choices, counts: SearchCounts, progress: ProgressCallback = no_progress
+) -> Iterator[LegalGrid]:
     """Yield the strategies of the space that keep all rules, a grid for each layout: [axes of `StrategyGrid`]."""
     counts.expect((USES_DEVICES, *(rule.name for rule in RULES)))
-    for sizes in layouts(choices, problem.cluster.num_devices):
-        counts.total += choices.per_layout
-        if not sizes["data_parallel_size"]:
-            counts.reject(USES_DEVICES, choices.per_layout)
-            continue
+    found_layouts, unusable = layouts(choices, problem.cluster.num_devices)
+    counts.total += choices.per_layout * (len(found_layouts) + unusable)
+    counts.reject(USES_DEVICES, choices.per_layout * unusable)
+    for number, sizes in enumerate(found_layouts):
+        progress(number, len(found_layouts), "closed form")
         found = _legal(StrategyGrid.of_choices(choices, sizes, problem.global_batch_size), problem, counts)
         if found is not None:
             yield found

@@ -34,13 +34,11 @@ from megatron_terapipe.search.rank.grid_prices import (
     FITS,
     HEADROOM,
     PricedGrid,
-    ProgressCallback,
-    no_progress,
     price_space,
 )
 from megatron_terapipe.search.rank.grid_times import OpTables
 from megatron_terapipe.search.rank.node_orders import better_order, node_orders, placement_of
-from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule
+from megatron_terapipe.search.rank.rules import ProgressCallback, SearchCounts, broken_rule, no_progress
 from megatron_terapipe.search.rank.space import Choices, Row, SearchProblem, StrategyGrid
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
@@ -197,7 +195,7 @@ Places = NDArray[np.int64]
 """Places of strategies among all grids."""
 
 MOST_CUTS = 3  # strategies whose token slices are solved for with effort 1
-MOST_ORDERS = 24  # node orders that are tried for the winner with effort 1
+MOST_EVALUATIONS = 24  # node orders that are priced for the winner with effort 1
 
 
 def refined(
@@ -226,7 +224,7 @@ def refined(
     if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
         progress(0, 1, "order of nodes")
         winner = ranked_in_order([*best, *filter(None, found)])[0]
-        found.append(_with_better_order(winner, problem, pricing_on, round(MOST_ORDERS * effort)))
+        found.append(_with_better_order(winner, problem, pricing_on, round(MOST_EVALUATIONS * effort)))
     return list(filter(None, found))
 
 
