@@ -1,16 +1,16 @@
-"""Elements that drawings share: labels of ops and rows, colours, lanes of host copies, and elements of SVG.
+"""Elements that drawings share: names of rows, colours, lanes of host copies, and elements of SVG.
 
 A micro-batch has a hue, a token slice a lightness, both in OKLCH, where equal steps look equal. Colours are given as
 attributes, for any viewer, and a style sheet changes them where the reader prefers dark.
 """
 
-from collections.abc import Iterator, Sequence
-from math import cos, floor, log10, radians, sin
+from collections.abc import Sequence
+from math import cos, radians, sin
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.ops import OpKind, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.timeline import Timeline
@@ -19,13 +19,6 @@ from deepspeed_ext.plan.timeline import Timeline
 def rank_name(shape: PipelineShape, rank: int) -> str:
     """Return the name of a row."""
     return f"rank {rank}" if shape.num_model_chunks > 1 else f"stage {rank}"
-
-
-def op_label(op: Op, shape: PipelineShape) -> str:
-    """Name of an op within its row, as short as it can be: `F0.1`, `2F0.1` on one of several stages, `F0` uncut."""
-    stage = f"{op.stage}" if shape.num_model_chunks > 1 else ""
-    token_slice = f".{op.token_slice}" if shape.num_token_slices > 1 else ""
-    return f"{stage}{op.kind.value}{op.micro_batch}{token_slice}"
 
 
 KIND_NAMES = {
@@ -135,8 +128,6 @@ MARGIN = 28
 
 INK, SOFT = 'class="ink" fill="#1f2328"', 'class="soft" fill="#636c76"'
 TRACK, GRID = 'class="track" fill="#eef0f3"', 'class="grid" stroke="#d8dde3"'
-REDUCTION = 'fill="#8250df" fill-opacity="0.75"'
-OFFLOAD, FETCH = 'fill="#bc4c00" fill-opacity="0.75"', 'fill="#1b7c83" fill-opacity="0.75"'
 LABEL = 'fill="#1f2328"'  # on an op, which keeps its colour in the dark
 MIDDLE = 'dominant-baseline="central"'
 CENTRED = f'text-anchor="middle" {MIDDLE}'
@@ -181,52 +172,3 @@ def rect(x: float, y: float, width: float, height: float, attributes: str) -> st
 def text(x: float, y: float, content: str, attributes: str) -> str:
     """Return a text."""
     return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(content)}</text>'
-
-
-def text_width(content: str) -> float:
-    """Width of a text, in its font size; digits and capitals are about alike in the fonts we name."""
-    return sum(0.32 if character in ".,· " else 0.62 for character in content)
-
-
-PLOT_LEFT = 100
-_RIGHT_MARGIN = 100
-"""Width of the column with the peaks."""
-
-
-class Scale(NamedTuple):
-    """From time since the first op to pixels, in a picture of some width."""
-
-    makespan: float
-    width: float
-
-    @property
-    def plot_right(self) -> float:
-        """Where the last op of the longest timeline ends."""
-        return self.width - _RIGHT_MARGIN
-
-    def x(self, time: float) -> float:
-        """Pixels from the left edge."""
-        return PLOT_LEFT + (time / self.makespan if self.makespan else 0.0) * (self.plot_right - PLOT_LEFT)
-
-
-def grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
-    """Return lines at round times."""
-    for time in round_times(scale.makespan):
-        yield f'<path d="M{scale.x(time):.5g},{top - 6:.5g} V{bottom + 6:.5g}" {GRID}/>'
-
-
-def axis(scale: Scale, unit: str, bottom: float) -> Iterator[str]:
-    """Return the numbers of the grid lines."""
-    for time in round_times(scale.makespan):
-        yield text(scale.x(time), bottom + 21, f"{time:g}", f'{SOFT} font-size="11" text-anchor="middle"')
-    name = f"time ({unit})" if unit else "time"
-    yield text(scale.plot_right + 36, bottom + 21, name, f'{SOFT} font-size="11" text-anchor="middle"')
-
-
-def round_times(makespan: float) -> list[float]:
-    """About ten multiples of 1, 2 or 5 times a power of ten, from 0 on."""
-    if makespan <= 0:
-        return [0.0]
-    power = 10.0 ** floor(log10(makespan / 10))
-    step = next(factor * power for factor in (1, 2, 5, 10) if makespan / (factor * power) <= 12)
-    return [index * step for index in range(floor(makespan / step + 1e-9) + 1)]

@@ -11,12 +11,14 @@ it has any: copies to the host and back, and gradients summed over replicas.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import floor, log10
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from deepspeed_ext.plan.draw.elements import (
     CENTRED,
     DOTTED,
-    FETCH,
+    GRID,
     HATCHED,
     HATCHED_BACK,
     INK,
@@ -25,31 +27,68 @@ from deepspeed_ext.plan.draw.elements import (
     LANES,
     MARGIN,
     MIDDLE,
-    OFFLOAD,
-    PLOT_LEFT,
-    REDUCTION,
     SOFT,
     TRACK,
-    Scale,
-    axis,
     common_unit,
     copies_of,
     document,
-    grid,
     op_colour,
-    op_label,
     rank_name,
     rect,
     text,
-    text_width,
     with_unit,
 )
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.timeline import Timeline
 
+PLOT_LEFT = 100
+_RIGHT_MARGIN = 100
+"""Width of the column with the peaks."""
+
+
+class Scale(NamedTuple):
+    """From time since the first op to pixels, in a picture of some width."""
+
+    makespan: float
+    width: float
+
+    @property
+    def plot_right(self) -> float:
+        """Where the last op of the longest timeline ends."""
+        return self.width - _RIGHT_MARGIN
+
+    def x(self, time: float) -> float:
+        """Pixels from the left edge."""
+        return PLOT_LEFT + (time / self.makespan if self.makespan else 0.0) * (self.plot_right - PLOT_LEFT)
+
+
+def grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
+    """Return lines at round times."""
+    for time in round_times(scale.makespan):
+        yield f'<path d="M{scale.x(time):.5g},{top - 6:.5g} V{bottom + 6:.5g}" {GRID}/>'
+
+
+def axis(scale: Scale, unit: str, bottom: float) -> Iterator[str]:
+    """Return the numbers of the grid lines."""
+    for time in round_times(scale.makespan):
+        yield text(scale.x(time), bottom + 21, f"{time:g}", f'{SOFT} font-size="11" text-anchor="middle"')
+    name = f"time ({unit})" if unit else "time"
+    yield text(scale.plot_right + 36, bottom + 21, name, f'{SOFT} font-size="11" text-anchor="middle"')
+
+
+def round_times(makespan: float) -> list[float]:
+    """About ten multiples of 1, 2 or 5 times a power of ten, from 0 on."""
+    if makespan <= 0:
+        return [0.0]
+    power = 10.0 ** floor(log10(makespan / 10))
+    step = next(factor * power for factor in (1, 2, 5, 10) if makespan / (factor * power) <= 12)
+    return [index * step for index in range(floor(makespan / step + 1e-9) + 1)]
+
+
 _LANE = 7
 """Height of a lane."""
-COPY_FILLS = (OFFLOAD, FETCH)
+REDUCTION = 'fill="#8250df" fill-opacity="0.75"'
+COPY_FILLS = ('fill="#bc4c00" fill-opacity="0.75"', 'fill="#1b7c83" fill-opacity="0.75"')
 """Of copies to the host, and back."""
 
 
@@ -137,6 +176,18 @@ def stripe(model_chunk: int, num_model_chunks: int, height: float) -> float:
 
 
 _STRIPE = 'fill="#1f2328" fill-opacity="0.62"'
+
+
+def op_label(op: Op, shape: PipelineShape) -> str:
+    """Name of an op within its row, as short as it can be: `F0.1`, `2F0.1` on one of several stages, `F0` uncut."""
+    stage = f"{op.stage}" if shape.num_model_chunks > 1 else ""
+    token_slice = f".{op.token_slice}" if shape.num_token_slices > 1 else ""
+    return f"{stage}{op.kind.value}{op.micro_batch}{token_slice}"
+
+
+def text_width(content: str) -> float:
+    """Width of a text, in its font size; digits and capitals are about alike in the fonts we name."""
+    return sum(0.32 if character in ".,· " else 0.62 for character in content)
 
 
 def _block(op: Op, shape: PipelineShape, box: tuple[float, float, float, float], tooltip: str) -> Iterator[str]:
