@@ -20,9 +20,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape, prerequisites, reading_stage, result
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape, prerequisites, reader_of, result
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
-from deepspeed_ext.plan.programs.program import Channel, Content, Reduction
+from deepspeed_ext.plan.programs.program import Channel, Content, Reduction, channel_of
 from deepspeed_ext.plan.text_files import parse_json
 
 __all__ = ["CriticalPath", "Span", "Timeline", "Transfer", "critical_path", "executed_order"]
@@ -165,11 +165,10 @@ def _read_host_copy(entry: Sequence[Any], shape: PipelineShape) -> TimedCopy:
 def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:
     name, *times = entry
     op, (start, end, sent) = Op.parse(name), map(float, times)
-    target = reading_stage(op, shape)
-    inside = max(op.stage, target or 0) < shape.num_stages
-    if target is None or not inside or not -inf < start <= sent <= end < inf:
+    reader = reader_of(op, shape) if op.stage < shape.num_stages else None
+    if reader is None or not -inf < start <= sent <= end < inf:
         raise ValueError(f"a transfer of {op} from {start} to {end}")
-    return Transfer(op, Channel(shape.rank_of(op.stage), shape.rank_of(target), op.kind), start, end, sent)
+    return Transfer(op, channel_of(reader, shape), start, end, sent)
 
 
 def executed_order(timeline: Timeline) -> Sequence[Sequence[Op]]:

@@ -25,9 +25,8 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.gradients.gradient_norm import (
     clip_gradients,
     count_bad_copies,
-    global_grad_norm,
+    global_norm,
     join_norms,
-    norm_with_experts,
     skip_bad_update,
 )
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers, parameter_gathers
@@ -173,14 +172,7 @@ class AdaptedPipelineEngine(PipelineEngine):
         count_bad_copies(self)
         if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
             # Other optimizers of DeepSpeed compute the norm themselves.
-            if self.module.expert_ranks.size > 1:
-                self._global_grad_norm = norm_with_experts(self)
-            else:
-                self._global_grad_norm = global_grad_norm(
-                    self.module.parameters(),
-                    self.grid.get_model_parallel_group(),
-                    tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
-                )
+            self._global_grad_norm = global_norm(self)
             skip_bad_update(self.optimizer, self._global_grad_norm)
         with nullcontext() if self._gathers is None else self._gathers.deferred():
             super()._exec_optimizer_step(lr_kwargs)

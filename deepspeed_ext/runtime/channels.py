@@ -274,13 +274,13 @@ class RankLinks:
     def wait(self, reader: Op) -> tuple[Tensor, ...]:
         """Wait for a message and return its tensors [...]. Activations that need a gradient are leaves."""
         tensors: tuple[Tensor, ...] = self._end(reader).wait(reader)
-        if self._channel(reader).result is OpKind.FORWARD:
+        if reader.kind is OpKind.FORWARD:
             self._note_gradients(reader, tensors)
         return tensors
 
     def send(self, reader: Op, tensors: tuple[Tensor, ...]) -> None:
         """Post a message of tensors [...] to the rank of an op."""
-        if self._channel(reader).result is OpKind.FORWARD:
+        if reader.kind is OpKind.FORWARD:
             self._note_gradients(reader, tensors)
         self._end(reader).send(reader, self._kind(reader), tensors)
 
@@ -293,12 +293,7 @@ class RankLinks:
         return self._end(reader).peer
 
     def _end(self, reader: Op) -> Any:
-        return self._ends[self._channel(reader)]
-
-    def _channel(self, reader: Op) -> Channel:
-        channel = channel_of(reader, self._shape)
-        assert channel is not None, "only ops that read of another stage have a message"
-        return channel
+        return self._ends[channel_of(reader, self._shape)]
 
     def _note_gradients(self, reader: Op, activation: tuple[Tensor, ...]) -> None:
         """Note the shapes of the gradients of an activation, which are its own, at both ends."""

@@ -18,9 +18,16 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.ops import Op, OpKind, reader_of
+from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.program import COMPUTES, HOST_COPIES, Instruction, InstructionKind, Program
+from deepspeed_ext.plan.programs.program import (
+    COMPUTES,
+    HOST_COPIES,
+    Instruction,
+    InstructionKind,
+    Program,
+    reader_of_message,
+)
 from deepspeed_ext.runtime.channels import RankLinks
 from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.first_batch_checks import AGAIN_AFTER, check_layers
@@ -279,9 +286,7 @@ class Executor:
 
     def _reader(self, result: Op) -> Op:
         """The op that reads a result; messages have its name."""
-        reader = reader_of(result, self.batch.plan.shape)
-        assert reader is not None, "the output of a stage is read by another one"
-        return reader
+        return reader_of_message(result, self.batch.plan.shape)
 
     def _forget(self, op: Op, *, last_stage: int) -> None:
         """Free the state of a micro-batch on a stage; at this rank's last stage to need it, its data too."""

@@ -22,7 +22,7 @@ from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.gradients.reductions import current_gradient
-from deepspeed_ext.runtime.health.states import are_finite
+from deepspeed_ext.runtime.health.states import not_finite
 
 
 class BadOp(NamedTuple):
@@ -142,21 +142,16 @@ class _Watch(Observer):
             self._look("the loss", loss)
 
     def _look_at_weight_gradients(self) -> None:
-        held = [
+        held = (
             (name, gradient.detach())
             for name, weight in self._weights
             if name not in self._spoilt and (gradient := current_gradient(weight)) is not None
-        ]
-        by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for name, gradient in held:
-            by_dtype.setdefault(gradient.dtype, []).append((name, gradient))
-        for of_one_dtype in by_dtype.values():
-            finite = are_finite([gradient for _, gradient in of_one_dtype]).tolist()
-            spoilt = [name for (name, _), is_finite in zip(of_one_dtype, finite, strict=True) if not is_finite]
-            # Backwards run from the last layer to the first.
-            for name in reversed(spoilt):
-                self._note(f"the gradient of weight {name}")
-            self._spoilt.update(spoilt)
+        )
+        spoilt = not_finite(held)
+        # Backwards run from the last layer to the first.
+        for name in reversed(spoilt):
+            self._note(f"the gradient of weight {name}")
+        self._spoilt.update(spoilt)
 
     def _look(self, name: str, tensor: Tensor) -> None:
         self._events += 1

@@ -35,7 +35,7 @@ from enum import StrEnum
 from typing import Any
 
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, prerequisites, reader_of, reading_stage, result
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, prerequisites, result
 from deepspeed_ext.plan.programs.program import (
     COMPLETES,
     COMPUTES,
@@ -48,8 +48,10 @@ from deepspeed_ext.plan.programs.program import (
     Instruction,
     InstructionKind,
     Program,
+    channel_of,
     communicators,
     message_of,
+    reader_of_message,
     warm_up_order,
 )
 
@@ -61,12 +63,9 @@ def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
     for program in programs:
         for instruction in program.instructions:
             if instruction.kind in SENDS:
-                reader = reader_of(instruction.op, shape)
-                assert reader is not None, "a message is read by another stage"
-                sent[Channel(program.rank, shape.rank_of(reader.stage), reader.kind)].append(instruction.op)
+                sent[channel_of(reader_of_message(instruction.op, shape), shape)].append(instruction.op)
             elif instruction.kind in RECEIVES:
-                message = message_of(instruction, shape)
-                taken[Channel(shape.rank_of(message.stage), program.rank, message.kind)].append(message)
+                taken[channel_of(instruction.op, shape)].append(message_of(instruction, shape))
     for channel in sorted(sent.keys() | taken.keys()):
         if sent[channel] != taken[channel]:
             messages, receives = (", ".join(map(str, ops[channel])) or "nothing" for ops in (sent, taken))
@@ -301,9 +300,7 @@ class Events:
     def _channel(self, message: Op) -> Channel:
         way = message.kind, message.stage
         if way not in self._channels:
-            reader = reading_stage(message, self._shape)
-            assert reader is not None, "a message has a reader"
-            self._channels[way] = Channel(self._ranks[message.stage], self._ranks[reader], message.kind)
+            self._channels[way] = channel_of(reader_of_message(message, self._shape), self._shape)
         return self._channels[way]
 
     def _connect(self, number: int, channel: Channel, rank: _Rank, position: int) -> int:
@@ -386,9 +383,7 @@ class Events:
                 if instruction.kind in COMPUTES:
                     duration[self._of_instruction[program.rank, position]] = costs.duration(instruction.op)
         for message, event in self._messages.items():
-            reader = reader_of(message, self._shape)
-            assert reader is not None, "a message has a reader"
-            boundary = min(message.stage, reader.stage)
+            boundary = min(message.stage, reader_of_message(message, self._shape).stage)
             duration[event] = costs.sending_time(boundary, message.token_slice) + costs.latency(boundary)
         end: dict[int, float] = {}
         for level in self.levels():

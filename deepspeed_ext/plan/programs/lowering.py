@@ -74,6 +74,7 @@ from deepspeed_ext.plan.programs.program import (
     InstructionKind,
     Program,
     channels,
+    reader_of_message,
     with_reductions,
 )
 from deepspeed_ext.plan.schedules import Schedule, forward_order, rank_orders
@@ -138,15 +139,12 @@ def postings(
         before = target.spans[receive - 1] if receive else _NOTHING
         expected = before.start if under_ops else before.end
         send = max(send, producer + 1)
-        while send < len(source.spans) and _is_over(source.spans[send], expected, under_ops):
+        while send < len(source.spans) and (
+            source.spans[send].end <= expected if under_ops else source.spans[send].start < expected
+        ):
             send += 1
         complete = max(send, bisect_left(starts, target.spans[target.readers[message]].end))
         yield Posting(message, send, expected, receive, reader, complete)
-
-
-def _is_over(span: Span, time: float, under_ops: bool) -> bool:
-    """Whether a message that is expected at a time need not be sent in front of an op."""
-    return span.end <= time if under_ops else span.start < time
 
 
 FEW_OPS = 16_384
@@ -373,7 +371,7 @@ def lower_rank(
         complete = sorted(completions[place], key=lambda posting: (posting.send, posting.expected))
         return (
             [(SEND[posting.message.kind], posting.message) for posting in sent],
-            [(RECEIVE[posting.message.kind], _reader(posting.message, shape)) for posting in due],
+            [(RECEIVE[posting.message.kind], reader_of_message(posting.message, shape)) for posting in due],
             [(COMPLETE[posting.message.kind], posting.message) for posting in complete],
         )
 
@@ -400,12 +398,6 @@ def lower_rank(
             steps.append((PASS[reader.kind], result(op)))
     sending, _, completing = transfers(len(messages[rank].spans))
     return with_reductions(_assign_buffers(rank, steps + sending + completing))
-
-
-def _reader(message: Op, shape: PipelineShape) -> Op:
-    reader = reader_of(message, shape)
-    assert reader is not None, "a message has a reader"
-    return reader
 
 
 def _assign_buffers(rank: int, steps: Sequence[_Step]) -> Program:

@@ -18,7 +18,7 @@ from enum import StrEnum
 from itertools import count
 from typing import NamedTuple
 
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, received
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, reader_of, received
 
 
 class InstructionKind(StrEnum):
@@ -165,10 +165,18 @@ class Channel(NamedTuple):
     """`FORWARD` for activations, `INPUT_GRADIENT` for their gradients."""
 
 
-def channel_of(op: Op, shape: PipelineShape) -> Channel | None:
-    """Return the channel that brings an op a result of another stage; None if it reads none."""
-    needed = received(op, shape)
-    return None if needed is None else Channel(shape.rank_of(needed.stage), shape.rank_of(op.stage), needed.kind)
+def channel_of(reader: Op, shape: PipelineShape) -> Channel:
+    """Return the channel that brings an op the result of another stage that it reads."""
+    needed = received(reader, shape)
+    assert needed is not None, "only ops that read of another stage have a message"
+    return Channel(shape.rank_of(needed.stage), shape.rank_of(reader.stage), needed.kind)
+
+
+def reader_of_message(message: Op, shape: PipelineShape) -> Op:
+    """Return the op that reads a message, as `ops.reader_of` names it."""
+    reader = reader_of(message, shape)
+    assert reader is not None, "a message is read by another stage"
+    return reader
 
 
 def channels(shape: PipelineShape) -> list[Channel]:

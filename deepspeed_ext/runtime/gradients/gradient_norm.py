@@ -58,27 +58,6 @@ def _counts_here(parameter: nn.Parameter, tensor_parallel_rank: int) -> bool:
     return not replicated and (tensor_parallel_rank == 0 or is_cut)
 
 
-def global_grad_norm(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, tensor_parallel_rank: int
-) -> Tensor:
-    """2-norm [] of the gradients of a whole model, in fp64, on the device of the parameters.
-
-    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank has.
-    DeepSpeed's own norm for fp32 without ZeRO counts the first stage only.
-    """
-    parameters = list(parameters)
-    norms = [
-        _norm(parameter.grad)
-        for parameter in parameters
-        if parameter.grad is not None and _counts_here(parameter, tensor_parallel_rank)
-    ]
-    # Every rank takes part in the sum, also one without counted gradients; fp64 can represent any of them.
-    none = torch.zeros((), dtype=torch.double, device=parameters[0].device)
-    squares = torch.stack([norm**2 for norm in norms]).sum() if norms else none
-    dist.all_reduce(squares, group=group)
-    return squares.sqrt()
-
-
 def _norm(gradient: Tensor) -> Tensor:
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return torch.linalg.vector_norm(gradient, dtype=wide).double()
@@ -98,8 +77,11 @@ def sum_over_model(engine: Any, measure: Callable[[Tensor], Tensor]) -> Tensor:
     return sums[0] / layout.num_weight_copies + sums[1] / layout.num_expert_copies
 
 
-def norm_with_experts(engine: Any) -> Tensor:
-    """2-norm [] of the gradients of a whole model with expert-parallel ranks, in fp64."""
+def global_norm(engine: Any) -> Tensor:
+    """2-norm [] of the gradients of a whole model, in fp64, on its device; a collective of all ranks.
+
+    DeepSpeed's own norm for fp32 without ZeRO counts the first stage only.
+    """
     return sum_over_model(engine, lambda gradient: _norm(gradient) ** 2).sqrt()
 
 
@@ -111,7 +93,7 @@ def join_norms(engine: Any) -> None:
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
 
         def scaled_global_norm(norm_type: int = 2) -> Tensor:
-            norm = norm_with_experts(engine).float()
+            norm = global_norm(engine).float()
             return torch.where(norm.isfinite(), norm, -1.0)  # As theirs.
 
         optimizer.scaled_global_norm = scaled_global_norm
@@ -121,7 +103,7 @@ def join_norms(engine: Any) -> None:
         def get_grads_for_norm(for_clipping: bool = False) -> Any:
             # Of these the norm over the ranks of a replica is computed.
             is_first = dist.get_rank(group) == 0
-            return clipped(True) if for_clipping else ([norm_with_experts(engine) * is_first], {})
+            return clipped(True) if for_clipping else ([global_norm(engine) * is_first], {})
 
         optimizer.get_grads_for_norm = get_grads_for_norm
 

@@ -7,7 +7,7 @@ different values; training shows no sign of it.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from deepspeed_ext.runtime.topology import any_rank, is_of_experts
 WEIGHT, MASTER = "weight", "fp32 weight"
 """Kinds of a state: the weight that layers use, and the one that DeepSpeed's optimizers step. Others are moments, such
 as `exp_avg`."""
+
+
+Named = TypeVar("Named")
 
 
 class State(NamedTuple):
@@ -73,7 +76,7 @@ def bad_states(engine: Any) -> list[str]:
     One pass over the states without a copy; the host waits once.
     """
     mine = []
-    for state in not_finite(states_of(engine)):
+    for state in not_finite((state, state.values) for state in states_of(engine)):
         size = state.values.numel()
         count = int(size - torch.isfinite(state.values).sum())
         mine.append(f"{state} on rank {engine.global_rank} ({count} of {size} numbers)")
@@ -90,16 +93,17 @@ def _of_all_ranks(mine: list[str]) -> list[str]:
     return list(dict.fromkeys(text for of_rank in gathered for text in of_rank))
 
 
-def not_finite(states: Iterable[State]) -> list[State]:
-    """The states that have a NaN or an infinity."""
-    by_dtype: dict[torch.dtype, list[State]] = defaultdict(list)
-    for state in states:
-        if state.values.numel():
-            by_dtype[state.values.dtype].append(state)
+def not_finite(named: Iterable[tuple[Named, Tensor]]) -> list[Named]:
+    """The names of tensors that have a NaN or an infinity; the host waits once for each type."""
+    by_dtype: dict[torch.dtype, list[tuple[Named, Tensor]]] = defaultdict(list)
+    for name, values in named:
+        if values.numel():
+            by_dtype[values.dtype].append((name, values))
     found = []
     for of_one_dtype in by_dtype.values():
-        finite = are_finite([state.values for state in of_one_dtype]).tolist()
-        found += [state for state, is_finite in zip(of_one_dtype, finite, strict=True) if not is_finite]
+        names, tensors = zip(*of_one_dtype, strict=True)
+        finite = are_finite(list(tensors)).tolist()
+        found += [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
     return found
 
 

@@ -25,7 +25,8 @@ def state(kind: str, *values: float, dtype: torch.dtype = torch.float32) -> Stat
 
 def test_nan_and_both_infinities_are_found() -> None:
     bad = [state(WEIGHT, 1.0, value) for value in (float("nan"), float("inf"), -float("inf"))]
-    assert not_finite([state(WEIGHT, 1.0, 2.0), *bad, state("exp_avg", 0.0)]) == bad
+    given = [state(WEIGHT, 1.0, 2.0), *bad, state("exp_avg", 0.0)]
+    assert not_finite((each, each.values) for each in given) == bad
 
 
 def test_the_largest_numbers_of_each_dtype_are_numbers() -> None:
@@ -33,7 +34,7 @@ def test_the_largest_numbers_of_each_dtype_are_numbers() -> None:
         state(WEIGHT, *[torch.finfo(dtype).max] * 9, dtype=dtype)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     ]
-    assert not_finite([*largest, state(MASTER)]) == []
+    assert not_finite((each, each.values) for each in (*largest, state(MASTER))) == []
 
 
 def test_texts_of_states() -> None:
