@@ -38,9 +38,9 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
         mlp._weighted_gated_backward,
         lambda: (numbers(6, 8), numbers(6, 16), numbers(6), CLAMPED),
     ),
-    "with_sinks": (kernels._with_sinks, lambda: (numbers(2, 6, 4, 8), numbers(2, 4, 6), numbers(4))),
+    "with_sinks": (kernels.with_sinks, lambda: (numbers(2, 6, 4, 8), numbers(2, 4, 6), numbers(4))),
     "gradient_of_sinks": (
-        kernels._gradient_of_sinks,
+        kernels.gradient_of_sinks,
         lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 4, 8), numbers(2, 4, 6) + 5, numbers(4)),
     ),
     "rms_norm": (norm._norm_of_sum, lambda: (numbers(2, 6, 16), None, 1.0, norm._rms_norm, numbers(16), 1e-5, False)),

@@ -11,10 +11,10 @@ The path is followed back from the op that ends last, each time to the last end 
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
@@ -261,19 +261,10 @@ def _slack(timeline: Timeline, waits: Mapping[Event, Sequence[_Wait]]) -> dict[O
 
 
 def _in_order(waits: Mapping[Event, Sequence[_Wait]]) -> list[Event]:
-    """All events, each after all that it waits for, by counting: events that take no time cannot be sorted by start."""
-    followers: dict[Event, list[Event]] = defaultdict(list)
-    for event, needed in waits.items():
-        for wait in needed:
-            followers[wait.event].append(event)
-    missing = {event: len(needed) for event, needed in waits.items()}
-    ordered = [event for event, count in missing.items() if not count]
-    for event in ordered:
-        for follower in followers[event]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                ordered.append(follower)
-    if len(ordered) < len(waits):
-        op = next(event.op for event in waits if missing[event])
-        raise PlanError(f"op {op} is earlier than an op that it needs: give the timeline of a run that ended")
-    return ordered
+    """All events, each after all that it waits for: events that take no time cannot be sorted by start."""
+    try:
+        events = {event: [wait.event for wait in needed] for event, needed in waits.items()}
+        return list(TopologicalSorter(events).static_order())
+    except CycleError as error:
+        op = error.args[1][0].op
+        raise PlanError(f"op {op} is earlier than an op that it needs: give the timeline of a run that ended") from None

@@ -251,11 +251,6 @@ class RankLinks:
                 use = dist.recv if isinstance(end, Incoming) else dist.send
                 use(number, end.peer, group=end.group)
 
-    @property
-    def num_messages(self) -> int:
-        """Tensors sent by this rank, headers included."""
-        return sum(end.num_messages for end in self._ends.values() if isinstance(end, Outgoing))
-
     def begin(self, batch: LiveBatch) -> None:
         """Start a batch, with shapes of its own."""
         self._batch, self._shape = batch, batch.plan.shape

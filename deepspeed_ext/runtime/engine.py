@@ -282,11 +282,6 @@ class TokenSlicePipelineEngine(AdaptedPipelineEngine):
         super().reset_activation_shape()
         self._links.forget_shapes()
 
-    @property
-    def num_messages(self) -> int:
-        """Tensors that this rank has sent to its neighbours, headers included."""
-        return self._links.num_messages
-
     def num_loss_tokens(self) -> float:
         """Tokens with loss in the last batch, if the module counts them; every rank must call this."""
         return self._loss.num_tokens()

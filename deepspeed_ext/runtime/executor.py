@@ -9,8 +9,9 @@ forward without a graph, for its output and the keys and values of later token s
 its input.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from deepspeed_ext.runtime.gradients.reductions import Entering, GradientReducti
 from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients, WeightGradients, compute
 from deepspeed_ext.runtime.health.ledger import OpLedger
 from deepspeed_ext.runtime.live_batch import BatchLoss, Buffer, LiveBatch, RandomState
-from deepspeed_ext.runtime.micro_batch import MicroBatchReader, detached, parts_on_device, to_device
+from deepspeed_ext.runtime.micro_batch import MicroBatchReader, map_tensors, parts_on_device, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import HostCopies
 from deepspeed_ext.runtime.state.counts import Tallies
@@ -292,7 +293,8 @@ class Executor:
         """Free the state of a micro-batch on a stage; at this rank's last stage to need it, its data too."""
         del self.batch.states[op.stage, op.micro_batch]
         if op.stage == last_stage:
-            self.batch.forget_data(op.micro_batch)
+            self.batch.parts.pop(op.micro_batch, None)
+            self.batch.documents.pop(op.micro_batch, None)
 
     # ------------------------------------------------------------------ computing a stage
 
@@ -342,11 +344,15 @@ class Executor:
         state.forget_shared(op.token_slice)
         if not is_last:
             outputs = self._sent(outputs, op.stage)
-            bear = _bearing_gradients(outputs, held.inputs, self._module.parameters_of(op.stage))
+            # Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if any
+            # tensor of the stage needs gradients, and the backward leaves out the other outputs.
+            tensors = chain(held.inputs, self._module.parameters_of(op.stage))
+            needed = any(tensor.requires_grad for tensor in tensors)
+            bear = tuple(needed and (each.is_floating_point() or each.is_complex()) for each in outputs)
             held.outputs = tuple(
                 output.detach().requires_grad_(bears) for output, bears in zip(outputs, bear, strict=True)
             )
-            held.bear_gradients = tuple(bear)
+            held.bear_gradients = bear
 
     def _sent(self, outputs: Any, stage: int) -> tuple[Tensor, ...]:
         """Return the outputs of a stage as the tensors that are sent to the next one."""
@@ -426,7 +432,9 @@ class Executor:
         if self.batch.plan.keeps_outputs:
             with torch.no_grad():
                 given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)
-            self.batch.outputs[op.micro_batch][op.token_slice] = detached(given)
+            self.batch.outputs[op.micro_batch][op.token_slice] = map_tensors(
+                lambda entry: entry.detach() if torch.is_tensor(entry) else entry, given
+            )
             self.batch.labels[op.micro_batch][op.token_slice] = self.batch.parts[op.micro_batch][op.token_slice].labels
         if not self.batch.plan.computes_loss:
             return ()
@@ -439,23 +447,14 @@ class Executor:
         else:
             loss = loss_fn(outputs, part.labels)
         loss = self._batch_loss.weigh(loss * part.loss_weight, op.micro_batch)
-        self.batch.add_loss(op.micro_batch, loss)
+        earlier = self.batch.losses.get(op.micro_batch)
+        self.batch.losses[op.micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
         if self.batch.plan.training and not loss.requires_grad:
             raise UserError(
                 f"the loss of token slice {op.token_slice} depends on no weight, so later token slices could not pass "
                 "gradients back through it: if no token counts, return outputs.sum() * 0"
             )
         return (loss,)
-
-
-def _bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
-    """Whether a stage that is computed again needs the gradient of each of its outputs [...].
-
-    Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if any tensor of
-    the stage needs gradients, and the backward leaves out the other outputs.
-    """
-    needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
-    return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]
 
 
 METHODS: dict[InstructionKind, Callable[..., None]] = {

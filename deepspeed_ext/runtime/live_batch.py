@@ -180,11 +180,6 @@ class LiveBatch:
         """Return the lengths of this rank's parts of its token slices."""
         return self._cuts[micro_batch][1] if micro_batch in self._cuts else self._own_parts
 
-    def add_loss(self, micro_batch: int, loss: Tensor) -> None:
-        """Add a token slice's share [] to the loss of its micro-batch."""
-        earlier = self.losses.get(micro_batch)
-        self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
-
     def outputs_by_micro_batch(self) -> list[Any]:
         """Outputs of each micro-batch, joined over its token slices. All ranks that share these must call it."""
         return self._joined(self.outputs)
@@ -207,11 +202,6 @@ class LiveBatch:
             )
             for micro_batch, of_one in sorted(kept.items())
         ]
-
-    def forget_data(self, micro_batch: int) -> None:
-        """Free the data of a micro-batch after its last op on this rank."""
-        self.parts.pop(micro_batch, None)
-        self.documents.pop(micro_batch, None)
 
     def clear(self) -> None:
         """Free all tensors, but keep the cuts."""

@@ -17,6 +17,7 @@ from deepspeed_ext.runtime.attention.flash_kernels import (
     kernel_of_runs_for,
 )
 from deepspeed_ext.runtime.attention.kernels import (
+    Attended,
     AttentionKernel,
     PlainAttention,
     gradient_of_sinks,
@@ -75,15 +76,15 @@ def compare(
     attended = kernel.forward(query, key, value, scale)
     sinks = None if window is None else torch.linspace(-2, 4, HEADS, device="cuda")
     if sinks is not None:
-        attended = with_sinks(attended, sinks)
+        attended = Attended(*with_sinks(*attended, sinks))
     found = kernel.backward(output_gradient, query, key, value, attended, scale)
     reference = torch.float64 if dtype is torch.float32 else torch.float32
     plain = PlainAttention(window=window)
     exact = [each.to(reference) for each in (query, key, value)]
     expected = plain.forward(*exact, scale)
     if sinks is not None:
-        expected = with_sinks(expected, sinks)
-        of_sinks = [gradient_of_sinks(output_gradient, each, sinks) for each in (attended, expected)]
+        expected = Attended(*with_sinks(*expected, sinks))
+        of_sinks = [gradient_of_sinks(output_gradient, *each, sinks) for each in (attended, expected)]
         assert error(*of_sinks) < 10 * TOLERANCES[dtype][1]
     gradients = plain.backward(output_gradient.to(reference), *exact, expected, scale)
     of_output, of_gradients = TOLERANCES[dtype]

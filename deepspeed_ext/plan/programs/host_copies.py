@@ -144,20 +144,6 @@ class HostCopy(NamedTuple):
         return Op(OpKind.FORWARD, self.stage, self.micro_batch, self.token_slice)
 
 
-class _Pause(NamedTuple):
-    """A tensor that is not read for some time."""
-
-    content: Content
-    unit: tuple[int, int, int]
-    size: float
-    written: int
-    """Number of the op that writes it: its forward."""
-    before: int
-    """Number of the last forward that reads it."""
-    after: int
-    """Number of the first backward that reads it."""
-
-
 def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: HostCopySettings) -> list[HostCopy]:
     """Return the copies of one rank, by the place of their fetch, in the order in which fetches are posted.
 
@@ -166,22 +152,22 @@ def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: Hos
     """
     settings = settings.fitting(shape)
     ops, starts, ends = zip(*spans, strict=True) if spans else ((), (), ())
-    pauses = _within_host_bytes(list(_long_pauses(ops, starts, ends, settings)), settings.host_bytes)
-    fetches = _place_fetches(pauses, starts, ends, settings)
+    copies = _within_host_bytes(list(_in_long_pauses(ops, starts, ends, settings)), settings.host_bytes)
+    fetched = _with_fetches(_with_drops(copies, starts, ends, settings), starts, ends, settings)
     # Without those that would not be back in time, the others are on the host earlier or at the same time.
-    there = sorted(fetches)
-    drops = dict(zip(there, _place_drops([pauses[each] for each in there], starts, ends, settings), strict=True))
-    return [
-        HostCopy(pause.content, *pause.unit, pause.size, pause.written + 1, drops[number], fetch, pause.after)
-        for number, fetch in fetches.items()
-        for pause in (pauses[number],)
-    ]
+    there = {copy[:4] for copy in fetched}
+    again = _with_drops([copy for copy in copies if copy[:4] in there], starts, ends, settings)
+    drops = {copy[:4]: copy.drop for copy in again}
+    return [copy._replace(drop=drops[copy[:4]]) for copy in fetched]
 
 
-def _long_pauses(
+def _in_long_pauses(
     ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
-) -> Iterator[_Pause]:
-    """Pauses that are longer than a copy to the host and one back, by the op that writes the tensor and its content."""
+) -> Iterator[HostCopy]:
+    """Copies of tensors whose pause is longer than a copy to the host and one back, in the order of their offloads.
+
+    They are dropped right after the last forward that reads them, and have no place for their fetch yet.
+    """
     forwards: dict[tuple[int, int, int], int] = {}
     backwards: dict[tuple[int, int, int], int] = {}
     for number, op in enumerate(ops):
@@ -207,57 +193,52 @@ def _long_pauses(
             if reader in backwards:
                 before, after = forwards[reader], backwards[reader]
                 if starts[after] - ends[before] > time:
-                    yield _Pause(content, unit, size, written, before, after)
+                    yield HostCopy(content, *unit, size, written + 1, before + 1, fetch=after, reader=after)
 
 
-def _within_host_bytes(pauses: Sequence[_Pause], most: float) -> list[_Pause]:
+def _within_host_bytes(copies: Sequence[HostCopy], most: float) -> list[HostCopy]:
     """Leave out copies that the host has no room for: of those there at a time, the one that is read again first."""
     left_out: set[int] = set()
     on_host: list[tuple[int, int]] = []
     held = 0.0
-    for number, pause in enumerate(pauses):
-        while on_host and on_host[0][0] <= pause.written:
-            held -= pauses[heappop(on_host)[1]].size
-        heappush(on_host, (pause.after, number))
-        held += pause.size
+    for number, copy in enumerate(copies):
+        while on_host and on_host[0][0] < copy.offload:
+            held -= copies[heappop(on_host)[1]].size
+        heappush(on_host, (copy.reader, number))
+        held += copy.size
         while held > most:
             first = heappop(on_host)[1]
-            held -= pauses[first].size
+            held -= copies[first].size
             left_out.add(first)
-    return [pause for number, pause in enumerate(pauses) if number not in left_out]
+    return [copy for number, copy in enumerate(copies) if number not in left_out]
 
 
-def _place_drops(
-    pauses: Sequence[_Pause], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
-) -> list[int]:
-    """[pauses] the first place at which the rank need not wait for its copy: it ends before the next op starts."""
-    free = -inf
-    drops = []
-    for pause in pauses:
-        free = max(free, ends[pause.written]) + pause.size / settings.to_host
-        drops.append(max(pause.before + 1, bisect_left(starts, free)))
-    return drops
+def _with_drops(
+    copies: Sequence[HostCopy], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
+) -> list[HostCopy]:
+    """Drop each at the first place at which the rank need not wait for its copy: it ends before the next op starts."""
+    free, dropped = -inf, []
+    for copy in copies:
+        free = max(free, ends[copy.offload - 1]) + copy.size / settings.to_host
+        dropped.append(copy._replace(drop=max(copy.drop, bisect_left(starts, free))))
+    return dropped
 
 
-def _place_fetches(
-    pauses: Sequence[_Pause], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
-) -> dict[int, int]:
-    """By the number of a pause the last place from which its copy back is in time; without those that have none.
+def _with_fetches(
+    copies: Sequence[HostCopy], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
+) -> list[HostCopy]:
+    """Fetch each at the last place from which it is back in time, in the order of fetches; leave out others.
 
     Placed from the last to the first: each must end before its reader starts, and before the next copy does.
     """
-    drops = _place_drops(pauses, starts, ends, settings)
-    next_start = inf
-    placed: list[tuple[int, int]] = []
-    order = sorted(range(len(pauses)), key=lambda each: (pauses[each].after, pauses[each].written), reverse=True)
-    for number in order:
-        pause = pauses[number]
-        start = min(next_start, starts[pause.after]) - pause.size / settings.from_host
-        place = min(bisect_right(ends, start), pause.after - AHEAD)
-        if place > drops[number]:
-            placed.append((number, place))
+    next_start, placed = inf, []
+    for copy in sorted(copies, key=lambda copy: (copy.reader, copy.offload), reverse=True):
+        start = min(next_start, starts[copy.reader]) - copy.size / settings.from_host
+        place = min(bisect_right(ends, start), copy.reader - AHEAD)
+        if place > copy.drop:
+            placed.append(copy._replace(fetch=place))
             next_start = start
-    return dict(reversed(placed))
+    return placed[::-1]
 
 
 class CopiesOfPlace(NamedTuple):

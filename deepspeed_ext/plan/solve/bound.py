@@ -48,14 +48,6 @@ def _duration(problem: SchedulingProblem, key: _Key) -> float:
     return float(problem.tables.times[key.kind, key.stage, key.unit % problem.shape.num_token_slices])
 
 
-def _transfer(problem: SchedulingProblem, result: int, stage: int, unit: int) -> float:
-    """Least time that a result of a stage takes to the stage that reads it."""
-    tables = problem.tables
-    if tables.ways.channel[result, stage] < 0:
-        return 0.0
-    return float(tables.sending[result, stage, unit % problem.shape.num_token_slices] + tables.latency[result, stage])
-
-
 def _in_order(problem: SchedulingProblem) -> Iterator[_Key]:
     """All ops, each after its dependencies."""
     for first in range(0, problem.num_units, problem.shape.num_token_slices):
@@ -74,15 +66,16 @@ def _one_micro_batch(problem: SchedulingProblem) -> Iterator[_Key]:
 
 def _read(problem: SchedulingProblem, key: _Key) -> Iterator[tuple[_Key, float]]:
     """Ops whose results an op reads, and the least time of their transfers."""
-    shape, flow = problem.shape, problem.flow
+    shape, flow, sending, latency = problem.shape, problem.flow, problem.tables.sending, problem.tables.latency
     kind, stage, unit = key
     for offset in flow.reads[kind * shape.num_stages + stage, unit % shape.num_token_slices].tolist():
         row, earlier = divmod(offset + unit, problem.num_units)
         if row < len(flow.makers):
             # Results have the numbers of the kinds that make them, whole backwards being two ops here.
             result, maker = row // shape.num_stages % len(RESULTS), int(flow.makers[row])
-            delay = 0.0 if maker == stage else _transfer(problem, result, maker, earlier)
-            yield _Key(result, maker, earlier), delay
+            # The least time of a transfer: 0 where the result stays on its rank.
+            delay = sending[result, maker, earlier % shape.num_token_slices] + latency[result, maker]
+            yield _Key(result, maker, earlier), 0.0 if maker == stage else float(delay)
 
 
 def _before(problem: SchedulingProblem, key: _Key, room: "_Room") -> Iterator[tuple[_Key, float]]:

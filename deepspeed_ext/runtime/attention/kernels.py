@@ -66,7 +66,8 @@ class AttentionKernel(Protocol):
         """Return the gradients of queries, keys and values; `output_gradient` is [B, N, H, D]."""
 
 
-def with_sinks(attended: Attended, sinks: Tensor) -> Attended:
+@Pointwise
+def with_sinks(output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of queries that also attend to a sink: a learned score of each head, of a key whose value is 0.
 
     Of the log-sum-exps l of the keys and l' = log(exp(l) + exp(sink)) the output is exp(l - l') of that without sinks
@@ -74,30 +75,23 @@ def with_sinks(attended: Attended, sinks: Tensor) -> Attended:
     exact gradients of queries, keys and values, as CPU flash attention does of a part of the keys.
 
     Args:
+        output: [B, N, H, D].
+        log_sum_exp: [B, H, N].
         sinks: [H].
     """
-    return Attended(*_with_sinks(*attended, sinks))
-
-
-def gradient_of_sinks(output_gradient: Tensor, attended: Attended, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks [H]: the gradient of a score whose value is 0, summed over rows and queries.
-
-    Args:
-        output_gradient: [B, N, H, D].
-        attended: with sinks.
-    """
-    return _gradient_of_sinks(output_gradient, *attended, sinks)
-
-
-@Pointwise
-def _with_sinks(output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     scores = sinks.to(log_sum_exp.dtype).unsqueeze(1)
     share = (log_sum_exp - scores).sigmoid().transpose(1, 2).unsqueeze(-1)
     return (output * share).to(output.dtype), torch.logaddexp(log_sum_exp, scores)
 
 
 @Pointwise
-def _gradient_of_sinks(output_gradient: Tensor, output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+def gradient_of_sinks(output_gradient: Tensor, output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks [H]: the gradient of a score whose value is 0, summed over rows and queries.
+
+    Args:
+        output_gradient: [B, N, H, D].
+        output: [B, N, H, D], with sinks, as the log-sum-exp.
+    """
     weights = (sinks.to(log_sum_exp.dtype).unsqueeze(1) - log_sum_exp).exp()
     rows = (output_gradient * output).sum(-1, dtype=log_sum_exp.dtype).transpose(1, 2)
     return -(weights * rows).sum((0, 2)).to(sinks.dtype)

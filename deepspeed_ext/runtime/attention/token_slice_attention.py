@@ -248,7 +248,7 @@ class TokenSliceAttention(torch.autograd.Function):
             keys = state.read(start, start + query.shape[1])
         attended = kernel.forward(query, *keys, scale)
         if sinks is not None:
-            attended = with_sinks(attended, sinks)
+            attended = Attended(*with_sinks(*attended, sinks))
         # Kernels leave the heads before the tokens; the next layer needs them after, and would keep a copy of its own.
         output = attended.output.contiguous()
         ctx.save_for_backward(output, attended.log_sum_exp, sinks, *kept)
@@ -263,7 +263,7 @@ class TokenSliceAttention(torch.autograd.Function):
             keys = state.read(start, start + query.shape[1])
         gradients = ctx.kernel.backward(output_gradient, query, *keys, attended, ctx.scale)
         own_key, own_value = gradients.own if state is None else state.accumulate(gradients, start)
-        of_sinks = None if sinks is None else gradient_of_sinks(output_gradient, attended, sinks)
+        of_sinks = None if sinks is None else gradient_of_sinks(output_gradient, *attended, sinks)
         return gradients.query, own_key, own_value, None, None, None, None, of_sinks
 
 
