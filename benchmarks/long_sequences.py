@@ -77,10 +77,11 @@ from megatron_terapipe.config.flops import balanced_token_slices
 from megatron_terapipe.data.datasets import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.loader import MicroBatch
-from megatron_terapipe.search.answer.figures import GIGABYTE, speed_of
+from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.other_trainers import Rival, best_rival
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.machine.library import GIGABYTE
 from megatron_terapipe.search.machine.trainers import ALST
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import Workload

@@ -89,8 +89,9 @@ class MeasuredRun:
 
 def undivided_number(model: ModelConfig, size: int) -> str | None:
     """Return a number of a model that tensor-parallel ranks do not divide, and its name; None if they divide all."""
-    numbers = [("heads", model.num_attention_heads)]
+    numbers = [("heads", model.num_attention_heads) for block in model.blocks if block.num_key_value_heads]
     numbers += [("key and value heads", block.num_key_value_heads) for block in model.blocks]
+    numbers += [("groups of states", each.num_groups) for block in model.blocks if (each := block.recurrence)]
     numbers += [("numbers of the MLP", block.ffn_hidden_size) for block in model.blocks]
     return next((f"{number} {noun}" for noun, number in numbers if number % size), None)
 

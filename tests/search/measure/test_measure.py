@@ -172,6 +172,7 @@ def test_extremes_are_measured_first() -> None:
     ("change", "line"),
     [
         ({"tensor_parallel_sizes": (3,)}, "--tensor-parallel-size 3 does not divide the 4 heads of the model: leave"),
+        ({"tensor_parallel_sizes": (4,)}, "--tensor-parallel-size 4 does not divide the 2 groups of states of the"),
         ({"nums_token_slices": (5,)}, "--num-token-slices 5 does not divide the 32 tokens of a sequence: leave it out"),
     ],
 )
@@ -179,6 +180,11 @@ def test_sizes_that_the_model_does_not_allow_are_refused(change: dict[str, objec
     with pytest.raises(ConfigError) as caught:
         replace(sizes(), **change)  # type: ignore[arg-type]
     assert str(caught.value).startswith(line)
+
+
+def test_ranks_share_heads_only_of_layers_with_attention() -> None:
+    states = replace(MODEL, num_attention_heads=1, num_key_value_heads=1, linear_attention_freq="[1,1]")
+    assert sizes(model=states).tensor_parallel_sizes == (1, 2)
 
 
 def test_lists_of_numbers() -> None:
