@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.plan import found_schedule
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, memory_of_1f1b, rank_orders
@@ -91,6 +92,13 @@ def test_a_file_is_for_one_number_of_token_slices(tmp_path: Path) -> None:
         parse(f"--token-slices auto --pipeline-schedule {path}")
 
 
+@pytest.fixture
+def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what holds of any search, however long."""
+    monkeypatch.setattr(found_schedule, "EFFORT", 0.05)
+
+
+@pytest.mark.usefixtures("little_effort")
 def test_the_placement_of_model_chunks_is_found_with_the_token_slices() -> None:
     # With few long ops a V is idle for less time: its first rank has the loss, and turns at once.
     words = "--num-model-chunks 2 --pipeline-schedule optimised --token-slices auto --num-token-slices 1"
@@ -120,6 +128,7 @@ def test_a_found_schedule_is_better_than_those_by_name_in_the_memory_of_1f1b(
     assert max(schedule.found(shape).peak_activation) <= memory_of_1f1b(shape, config.token_slices()) + 1e-9
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_a_found_schedule_is_the_same_on_every_rank_and_found_once(optimised: tuple[Config, FoundSchedule]) -> None:
     config, schedule = optimised
     shape = config.parallel.pipeline(1)
@@ -128,6 +137,7 @@ def test_a_found_schedule_is_the_same_on_every_rank_and_found_once(optimised: tu
     assert schedule.found(shape) is schedule.found(shape)
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_a_memory_limit_is_kept() -> None:
     config = parse("--pipeline-schedule optimised --num-token-slices 4 --schedule-memory-limit 1.25")
     schedule = pipeline_schedule(config, 1)
