@@ -69,6 +69,7 @@ def test_intervals_widen_with_distance_from_the_trials() -> None:
 def test_intervals_contain_unseen_trials() -> None:
     trials = measured(efficiency=SLOW, noise=0.05)
     calibration = calibrate(trials[::2])
+    assert calibration.notes == ()
     model = model_with(calibration.efficiency)
     unfitted = model_with()
 
@@ -250,7 +251,6 @@ def test_a_fit_that_does_not_help_other_groups_is_not_used() -> None:
     assert "28 trials of synthetic are not used: fits without a group predict it no better" in found.notes[0]
     # 14 groups show how far the defaults are off.
     assert 0.2 < a_width(found, STRATEGIES[0]) < a_width(no_calibration(CLUSTER), STRATEGIES[0])
-    assert calibrate(measured(noise=0.05, efficiency=SLOW)).notes == ()
 
 
 @pytest.mark.parametrize(

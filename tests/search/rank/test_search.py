@@ -224,8 +224,9 @@ def share_left(problem: SearchProblem, entry: Ranked) -> float:
 
 def test_every_ranked_strategy_leaves_the_headroom_free_and_the_fastest_other_is_named() -> None:
     plain = crowded(5.9e9, 0.0)
-    fastest = search(plain, few(plain), pricing_on(plain), top=1).entries[0]
-    left = share_left(plain, fastest)
+    enough = search(plain, few(plain), pricing_on(plain), top=1)
+    assert enough.too_full is None and enough.counts.rejected[HEADROOM] == 0
+    left = share_left(plain, enough.entries[0])
     asked = replace(plain, memory_headroom=left + 0.02)
     result = search(asked, few(asked), pricing_on(asked), top=30, effort=3)
     assert result.entries
@@ -235,8 +236,6 @@ def test_every_ranked_strategy_leaves_the_headroom_free_and_the_fastest_other_is
     full, winner = result.too_full, result.entries[0]
     assert full is not None and share_left(asked, full) < asked.memory_headroom
     assert full.prediction.iteration_time_s < winner.prediction.iteration_time_s
-    enough = search(plain, few(plain), pricing_on(plain), top=1)
-    assert enough.too_full is None and enough.counts.rejected[HEADROOM] == 0
 
 
 def answer(cluster: Cluster) -> SearchResult:
