@@ -20,6 +20,7 @@ from tests.end_to_end.hosts.network import Host, Network, missing, network
 from tests.end_to_end.launching import (
     DEEPSPEED,
     PRETRAIN,
+    WITHOUT_ZERO,
     Launch,
     environment,
     flags,
@@ -49,7 +50,7 @@ QUICK = (
 )
 """Layout, place and rank of the stops that a quick campaign makes."""
 
-_SAVES = ("--save", "save", "--save-interval", 2, "--metrics-file", "metrics.jsonl")
+_SAVES = (*WITHOUT_ZERO, "--save", "save", "--save-interval", 2, "--metrics-file", "metrics.jsonl")
 _WITH_TIMEOUT = (*_SAVES, "--distributed-timeout-minutes", TIMEOUT_MINUTES)
 
 
