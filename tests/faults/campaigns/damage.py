@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.checkpoint.damage import DAMAGE, kinds_of_file
 from tests.end_to_end.corpus import write_corpus
-from tests.end_to_end.launching import Launch, flags, launch
-from tests.faults.campaign import Outcome, Settings, ending
+from tests.end_to_end.launching import Launch, flags
+from tests.faults.campaign import Outcome, Settings, ending, forked
 
 SAVES = ("--save", "checkpoints", "--save-interval", 2, "--eval-iters", 0)
 
@@ -16,7 +16,8 @@ SAVES = ("--save", "checkpoints", "--save-interval", 2, "--eval-iters", 0)
 def campaign(settings: Settings) -> Iterator[Outcome]:
     """Yield an outcome for each damage of each file: refused and named, or passed over if that is asked for."""
     data, clean = write_corpus(settings.folder), settings.folder / "clean"
-    launch(clean, flags(data, *SAVES, "--train-iters", 6))
+    clean.mkdir()
+    assert forked(clean, flags(data, *SAVES, "--train-iters", 6)).code == 0
     kinds = sorted(kinds_of_file(clean / "checkpoints" / "global_step6"))
     pairs = [(damage, kind) for damage in DAMAGE for kind in kinds]
     if settings.quick:
@@ -40,7 +41,7 @@ def _refused(folder: Path, data: Path, damage: str, kind: str) -> Outcome:
     end = ending(Launch(folder, more))
     broken = [f"it does not name {file.name}"] * (changes and not any(kind in line for line in end.lines))
     if changes:
-        passed = Launch(folder, [*more, "--load-previous-if-damaged"]).wait()
+        passed = forked(folder, [*more, "--load-previous-if-damaged"]).code
         kept = folder / "checkpoints" / "global_step6.damaged"
         if passed != 0:
             broken.append(f"exit code {passed} of the run that resumes from the one before")

@@ -27,7 +27,7 @@ from tests.end_to_end.launching import (
     losses,
     num_metrics,
 )
-from tests.faults.campaign import Outcome, Settings, ending, trains, until
+from tests.faults.campaign import Outcome, Settings, ending, forked, until
 from tests.faults.stop_at import PLACES, RUN_AT_START, STOPPED
 
 TIMEOUT_MINUTES = 0.25
@@ -66,7 +66,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
                 if layout not in references:
                     folder = settings.folder / layout.replace(" ", "-")
                     folder.mkdir()
-                    assert trains(folder, flags(data, *LAYOUTS[layout], *_SAVES))
+                    assert forked(folder, flags(data, *LAYOUTS[layout], *_SAVES)).code == 0
                     references[layout] = losses(folder / "metrics.jsonl")
                 folder = settings.folder / f"{layout}-{place}-{rank}".replace(" ", "-")
                 yield _Stop(layout, place, rank, folder, data).outcome(references[layout])
@@ -112,7 +112,7 @@ class _Stop:
         """Start the run again, and return differences from an undisturbed run."""
         saved = (self.folder / "save" / "latest").exists()
         load = ("--load", "save") if saved else ()
-        if not trains(self.folder, flags(self.data, *LAYOUTS[self.layout], *_SAVES, *load)):
+        if forked(self.folder, flags(self.data, *LAYOUTS[self.layout], *_SAVES, *load)).code:
             return ["it does not continue"]
         found = losses(self.folder / "metrics.jsonl")
         first = 2 if saved else 0
