@@ -2,11 +2,10 @@
 
 import os
 import signal
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.measuring.report import Section
@@ -112,6 +111,18 @@ def forked(folder: Path, words: list[str]) -> Ending:
     return Ending(code=done.returncode, output=done.stdout + done.stderr, seconds=0.0, left=0)
 
 
+def together(fault: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """One row for a fault that was made several times: the longest time, the last message, all broken promises."""
+    last = next((each for each in reversed(outcomes) if each.message), outcomes[-1])
+    return replace(
+        last,
+        fault=fault,
+        tried=sum(each.tried for each in outcomes),
+        longest_s=max((each.longest_s for each in outcomes if each.longest_s is not None), default=None),
+        broken=tuple(line for each in outcomes for line in each.broken),
+    )
+
+
 Campaign = Callable[[Settings], Iterator[Outcome]]
 """Makes the faults of one class, and yields the outcome of each as soon as it is known."""
 
@@ -131,16 +142,6 @@ def add(section: Section, outcome: Outcome) -> None:
         outcome.message,
         "; ".join(f"NO: {line}" for line in outcome.all_broken) or "yes",
     )
-
-
-def slope(values: list[float]) -> float:
-    """Return the slope of values over their index, by the median of all pairs (Theil and Sen), per index.
-
-    Args:
-        values: [count], at least two.
-    """
-    last = len(values)
-    return statistics.median((values[j] - values[i]) / (j - i) for i in range(last) for j in range(i + 1, last))
 
 
 def until(condition: Callable[[], bool], longest_s: float) -> bool:

@@ -6,12 +6,13 @@ loss or gradient is then resumed without the fault, and must continue as a run w
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from tests.distributed import run_distributed
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import error_lines, flags, losses
-from tests.faults.campaign import Outcome, Settings
+from tests.faults.campaign import Outcome, Settings, together
 from tests.faults.injection import Fault, train_with_fault
 
 LAYOUTS = {
@@ -62,83 +63,82 @@ class Case:
 LAST = ("pp 2", "dp 2", *PRECISIONS)
 """Where the loss of rank 1 is not that of rank 0, too: not in tensor parallelism."""
 
+STATED = ("pp 2", "tp 2", *PRECISIONS)
+"""Where a rank has the whole state of an optimizer: not with ZeRO over replicas."""
+
+LOSS, WEIGHT = Fault(kind="loss", **HERE), Fault(kind="weight", name=LAYER, rank=1)
+STATE = replace(WEIGHT, kind="state")
+LAST_STATE, SAVED_STATE = replace(STATE, iteration=6), replace(STATE, iteration=6, saved=True)
+GRADIENT, NAN_LOSS = "iteration 3: the gradient is NaN or infinite", "iteration 3: the loss is nan"
+
 CASES = (
-    Case(
-        "NaN in the loss", Fault(kind="loss", **HERE), ("iteration 3: the loss is nan", f"in the loss {AT}"), only=LAST
-    ),
+    Case("NaN in the loss", LOSS, (NAN_LOSS, f"in the loss {AT}"), only=LAST),
     Case(
         "infinity in the loss",
-        Fault(kind="loss", value=float("inf"), **HERE),
+        replace(LOSS, value=inf),
         ("iteration 3: the loss is inf", f"in the loss {AT}"),
         only=LAST,
     ),
     Case(
         "NaN in an activation",
         Fault(kind="output", name=LAYER, **HERE),
-        ("iteration 3: the loss is nan", f"in the output of layer {LAYER} {AT}"),
+        (NAN_LOSS, f"in the output of layer {LAYER} {AT}"),
     ),
     Case(
         "infinity in a gradient",
-        Fault(kind="gradient", value=float("inf"), name=LAYER, **HERE),
-        ("iteration 3: the gradient is NaN or infinite", f"in the gradient of the output of layer {LAYER} {AT}"),
+        Fault(kind="gradient", value=inf, name=LAYER, **HERE),
+        (GRADIENT, f"in the gradient of the output of layer {LAYER} {AT}"),
     ),
     Case(
         "NaN in the gradient of a weight",
         Fault(kind="weight gradient", name=LAYER, **HERE),
-        ("iteration 3: the gradient is NaN or infinite", f"in the gradient of weight {LAYER}", AT),
+        (GRADIENT, f"in the gradient of weight {LAYER}", AT),
     ),
-    Case(
-        "NaN once, as from a device",
-        Fault(kind="loss", once=True, **HERE),
-        ("iteration 3: the loss is nan", "computed again it is finite"),
-        only=LAST,
-    ),
-    Case(
-        "NaN in a weight",
-        Fault(kind="weight", name=LAYER, rank=1),
-        ("iteration 3: the loss is nan", f"weight {LAYER}", "on rank 1 (1 of "),
-        becomes=ENDS,
-    ),
+    Case("NaN once, as from a device", replace(LOSS, once=True), (NAN_LOSS, "computed again it is finite"), only=LAST),
+    Case("NaN in a weight", WEIGHT, (NAN_LOSS, f"weight {LAYER}", "on rank 1 (1 of "), ENDS),
     Case(
         "NaN in a state of the optimizer",
-        Fault(kind="state", name=LAYER, rank=1),
+        STATE,
         ("iteration 4: the loss is nan", f"exp_avg of {LAYER}", "on rank 1 (1 of "),
-        becomes=ENDS,
-        only=("pp 2", "tp 2", *PRECISIONS),
+        ENDS,
+        (),
+        STATED,
     ),
     Case(
         "NaN in a weight in the last iteration",
-        Fault(kind="state", name=LAYER, rank=1, iteration=6),
+        LAST_STATE,
         ("the model after iteration 6 has NaN or infinity in", f"exp_avg of {LAYER}", "was not saved"),
-        becomes=ENDS,
-        only=("pp 2", "tp 2", *PRECISIONS),
+        ENDS,
+        (),
+        STATED,
     ),
     Case(
         "NaN in a state of the optimizer in a checkpoint",
-        Fault(kind="state", name=LAYER, rank=1, iteration=6, saved=True),
+        SAVED_STATE,
         ("global_step6 has NaN or infinity in", f"exp_avg of {LAYER}", "load another"),
-        becomes=REFUSED,
-        only=("pp 2", "tp 2", *PRECISIONS),
+        REFUSED,
+        (),
+        STATED,
     ),
     Case(
         "NaN in a weight in a checkpoint, with --finetune",
-        Fault(kind="state", name=LAYER, rank=1, iteration=6, saved=True),
+        SAVED_STATE,
         ("global_step6 has NaN or infinity in", f"weight {LAYER}", "load another"),
-        becomes=REFUSED,
-        more=("--finetune",),
-        only=("pp 2", "tp 2", *PRECISIONS),
+        REFUSED,
+        ("--finetune",),
+        STATED,
     ),
     Case(
         "NaN in the loss, skipped",
-        Fault(kind="loss", **HERE),
+        LOSS,
         ("skipped iteration 3: the loss is nan", f"in the loss {AT}"),
-        becomes=CONTINUES,
-        more=("--bad-numbers", "skip"),
-        only=LAST,
+        CONTINUES,
+        ("--bad-numbers", "skip"),
+        LAST,
     ),
     Case(
         "NaN in the loss of every iteration, skipped twice",
-        Fault(kind="loss", iterations=9, **HERE),
+        replace(LOSS, iterations=9),
         ("iteration 5: the loss is nan", "it is number 3 in a row"),
         more=("--bad-numbers", "skip", "--max-bad-numbers-in-a-row", "2"),
         only=LAST,
@@ -147,40 +147,34 @@ CASES = (
         "one bit of a replica's weight",
         Fault(kind="bit", name="3.mlp.up.weight", rank=1),
         ("copies are not equal", "weight 3.mlp.up.weight on ranks 0, 1 differs (replicas)"),
-        becomes=ENDS,
-        more=CONSISTENCY,
-        only=("dp 2", "fp32"),
+        ENDS,
+        CONSISTENCY,
+        ("dp 2", "fp32"),
     ),
     Case(
         "one bit of a weight that tensor parallelism does not cut",
         Fault(kind="bit", name="3.mlp_norm.weight", rank=1),
         ("copies are not equal", "(tensor-parallel ranks)"),
-        becomes=ENDS,
-        more=CONSISTENCY,
-        only=("tp 2", "fp32", "bf16", "fp16"),
+        ENDS,
+        CONSISTENCY,
+        ("tp 2", "fp32", "bf16", "fp16"),
     ),
     Case(
         "one bit of a tied weight",
         Fault(kind="bit", name="tied_modules", rank=1),
         ("copies are not equal", "(tied stages)"),
-        becomes=ENDS,
-        more=CONSISTENCY,
-        only=("pp 2", "fp32"),
+        ENDS,
+        CONSISTENCY,
+        ("pp 2", "fp32"),
     ),
-    Case(
-        "none, copies compared in every iteration",
-        Fault(kind="bit", iteration=99),
-        (),
-        becomes=CONTINUES,
-        more=CONSISTENCY,
-    ),
+    Case("none, copies compared in every iteration", Fault(kind="bit", iteration=99), (), CONTINUES, CONSISTENCY),
     Case(
         "a loss of 1.5 times those before",
         Fault(kind="spike", value=1.5, iteration=28),
         ("the loss of iteration 28 is", "above"),
-        becomes=ENDS,
-        more=("--train-iters", "30", "--spiky-loss", "stop"),
-        only=("pp 2", "fp32"),
+        ENDS,
+        ("--train-iters", "30", "--spiky-loss", "stop"),
+        ("pp 2", "fp32"),
     ),
 )
 
@@ -197,17 +191,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
             if case.becomes == RESUMES and setup not in sound:
                 sound[setup] = _sound_losses(settings.folder / f"sound-{len(sound)}", data, *setup)
             outcomes.append(_outcome(case, folder, data, *setup, sound.get(setup, [])))
-        yield _together(case, outcomes)
-
-
-def _together(case: Case, outcomes: Sequence[Outcome]) -> Outcome:
-    """One row for a fault in all setups."""
-    return replace(
-        outcomes[0],
-        fault=f"{case.title} ({len(outcomes)} layouts and precisions)",
-        tried=len(outcomes),
-        broken=tuple(line for each in outcomes for line in each.broken),
-    )
+        yield together(f"{case.title} ({len(outcomes)} layouts and precisions)", outcomes)
 
 
 def _words(folder: Path, data: Path, layout: str, precision: str) -> list[str]:

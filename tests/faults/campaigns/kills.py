@@ -6,14 +6,14 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.search.machine.launcher import free_port
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import DEEPSPEED, Launch, error_lines, flags, read_metrics
-from tests.faults.campaign import Outcome, Settings
+from tests.faults.campaign import Ending, Outcome, Settings, ending, together
 
 NUM_KILLS, NUM_QUICK_KILLS = 50, 4
 VICTIMS = ("rank 0", "rank 1", "the launcher", "the command")
@@ -22,20 +22,6 @@ TRAINING = "--train-iters 100000 --save-interval 4 --eval-interval 6 --eval-iter
 SAVED = re.compile(r"saved checkpoint \S+global_step(\d+)$", re.MULTILINE)
 ENDS_WITHIN_S = 30.0
 """Seconds after the death of a rank or a launcher in which all others end, as docs/reliability.md promises."""
-LEFT_S = 60.0
-"""How long to wait for processes that ought to end, before they count as left."""
-
-
-@dataclass
-class Killed:
-    """Outcome of the kills of one victim."""
-
-    tried: int = 0
-    longest_s: float = 0.0
-    """From a kill to the end of the last process."""
-    message: str = ""
-    """The last line that a user read."""
-    broken: list[str] = field(default_factory=list)
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
@@ -44,17 +30,11 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
     kills = [(victim, phase) for phase in PHASES for victim in VICTIMS]
     number = NUM_QUICK_KILLS if settings.quick else NUM_KILLS
     chosen = run.chance.sample(kills, len(kills))
-    for victim, phase in [chosen[index % len(chosen)] for index in range(number)]:
-        run.kill(victim, phase)
-    for victim, killed in run.killed.items():
-        yield Outcome(
-            fault=f"kill -9 of {victim} while the run starts, trains, saves or ends",
-            tried=killed.tried,
-            longest_s=killed.longest_s,
-            promised_s=ENDS_WITHIN_S,
-            message=killed.message,
-            broken=tuple(killed.broken),
-        )
+    outcomes: dict[str, list[Outcome]] = {}
+    for victim, phase in islice(cycle(chosen), number):
+        outcomes.setdefault(victim, []).append(run.kill(victim, phase))
+    for victim, found in outcomes.items():
+        yield together(f"kill -9 of {victim} while the run starts, trains, saves or ends", found)
     iterations, broken = run.compare()
     yield Outcome(
         fault=f"resuming after each kill: losses of {iterations} iterations beside an undisturbed run's",
@@ -70,36 +50,33 @@ class KilledRun:
     def __init__(self, folder: Path, chance: random.Random) -> None:
         (folder / "data").mkdir()
         self.folder, self.chance, self.data = folder, chance, write_corpus(folder / "data")
-        self.killed: dict[str, Killed] = {}
         self._losses: list[dict[int, float]] = []
 
-    def kill(self, victim: str, phase: str) -> None:
+    def kill(self, victim: str, phase: str) -> Outcome:
         """Start or resume the run, kill one process in a phase, and check the outcome."""
-        found = self.killed.setdefault(victim, Killed())
-        where, metrics = f"killed while it {phase}", self.folder / f"metrics{len(self._losses)}.jsonl"
-        started_from = _iteration(self.folder / "save")
+        metrics, started_from = self.folder / f"metrics{len(self._losses)}.jsonl", _iteration(self.folder / "save")
         run = self._launch(metrics, "--exit-interval", 8 if phase == "ends" else 100000)
-        try:
-            code, message, seconds = self._end(run, victim, self._moment(run, phase, metrics))
-            left = run.survivors()
-        finally:
-            for process in run.survivors():
-                os.kill(process, signal.SIGKILL)
-        found.tried += 1
-        found.longest_s = max(found.longest_s, seconds)
-        found.message = message[-1] if message else found.message
-        ended_well = "exiting after iteration" in run.output()
-        found.broken += [f"{where}: {len(left)} processes left"] if left else []
-        found.broken += [f"{where}: printed {len(message)} lines"] if len(message) > 1 else []
-        if not ended_well and phase in ("trains", "saves"):
-            found.broken += [f"{where}: exit code 0"] if code == 0 else []
-            found.broken += [f"{where}: not named"] if victim.removeprefix("the ") not in _name(message) else []
+        end = self._end(run, victim, self._moment(run, phase, metrics))
+        broken = [f"{end.left} processes left"] * bool(end.left)
+        broken += [f"printed {len(end.lines)} lines"] * (len(end.lines) > 1)
+        if "exiting after iteration" not in end.output and phase in ("trains", "saves"):
+            # The command is the launcher of the launchers.
+            named = "".join(end.lines).replace("the launcher deepspeed (", "the command (")
+            broken += ["exit code 0"] * (end.code == 0) + ["not named"] * (victim.removeprefix("the ") not in named)
         self._losses.append(_losses(metrics))
-        first, saved = min(self._losses[-1], default=None), [int(number) for number in SAVED.findall(run.output())]
+        first, saved = min(self._losses[-1], default=None), [int(number) for number in SAVED.findall(end.output)]
         if first not in (None, started_from + 1):
-            found.broken.append(f"{where}: resumed with iteration {first}, and {started_from} was saved")
+            broken.append(f"resumed with iteration {first}, and {started_from} was saved")
         if _iteration(self.folder / "save") < max(saved, default=0):
-            found.broken.append(f"{where}: the checkpoint of iteration {max(saved)} is lost")
+            broken.append(f"the checkpoint of iteration {max(saved)} is lost")
+        return Outcome(
+            fault=victim,
+            tried=1,
+            longest_s=end.seconds,
+            promised_s=ENDS_WITHIN_S,
+            message=end.lines[-1] if end.lines else "",
+            broken=tuple(f"killed while it {phase}: {line}" for line in broken),
+        )
 
     def compare(self) -> tuple[int, list[str]]:
         """Return the number of iterations compared, and those whose losses differ from an undisturbed run's."""
@@ -137,22 +114,13 @@ class KilledRun:
             return lambda: "exiting after iteration" in run.output()
         return trains
 
-    def _end(self, run: Launch, victim: str, come: Callable[[], bool]) -> tuple[int, list[str], float]:
-        """Kill, and return the exit code, the error lines, and the seconds until the last process has ended."""
+    def _end(self, run: Launch, victim: str, come: Callable[[], bool]) -> Ending:
+        """Kill, unless the run ends before, and return its end."""
         while not (come() and victim in (there := run.processes())) and run.running:
             time.sleep(0.01)
-        if not run.running:
-            return run.wait(), error_lines(run.output()), 0.0
-        begin = time.monotonic()
-        os.kill(there[victim], signal.SIGKILL)
-        code = run.wait()
-        run.wait_for_all(LEFT_S)
-        return code, error_lines(run.output()), time.monotonic() - begin
-
-
-def _name(message: list[str]) -> str:
-    # The command is the launcher of the launchers.
-    return message[0].replace("the launcher deepspeed (", "the command (") if message else ""
+        if run.running:
+            os.kill(there[victim], signal.SIGKILL)
+        return ending(run)
 
 
 def _losses(metrics: Path) -> dict[int, float]:

@@ -1,5 +1,6 @@
 """A parser under fuzzing, and the check of its result for an input."""
 
+import json
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,21 @@ class Target:
     words: tuple[bytes, ...] = ()
     """Words of its language, beside those of the seeds."""
     seconds: float = 5.0
+
+
+def in_file(name: str, read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
+    """Return a function that reads bytes as a file of this name."""
+
+    def read_bytes(data: bytes, folder: Path) -> object:
+        (folder / name).write_bytes(data)
+        return read(str(folder / name))
+
+    return read_bytes
+
+
+def as_json(document: object) -> bytes:
+    """Return a document as the bytes of a file."""
+    return json.dumps(document).encode()
 
 
 @dataclass(frozen=True)

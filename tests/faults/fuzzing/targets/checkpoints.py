@@ -14,7 +14,7 @@ from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.huggingface.folder_weights import INDEX, SavedTensors
 from megatron_terapipe.inference import WholeModel
-from tests.faults.fuzzing.target import Target
+from tests.faults.fuzzing.target import Target, in_file
 from tests.inference.checkpoints import MODEL, checkpoint_info
 
 FILES = {"run.json": FileFacts(900, "0" * 64), "layer_00-model_00-model_states.pt": FileFacts(4096, "a" * 64)}
@@ -28,11 +28,6 @@ def _read_latest(data: bytes, folder: Path) -> None:
     (folder / "global_step5").mkdir(exist_ok=True)
     (folder / "latest").write_bytes(data)
     latest_checkpoint(folder)
-
-
-def _read_manifest(data: bytes, folder: Path) -> None:
-    (folder / "manifest.json").write_bytes(data)
-    Manifest.read(folder)
 
 
 def _read_index_of_theirs(data: bytes, folder: Path) -> None:
@@ -92,7 +87,11 @@ TARGETS = (
             )
         ),
     ),
-    Target(name="manifest.json", read=_read_manifest, seeds=(Manifest(FILES).text().encode(),)),
+    Target(
+        name="manifest.json",
+        read=in_file("manifest.json", lambda path: Manifest.read(Path(path).parent)),
+        seeds=(Manifest(FILES).text().encode(),),
+    ),
     Target(
         name="index of Hugging Face",
         read=_read_index_of_theirs,

@@ -1,6 +1,5 @@
 """The command line of the trainer, and the files of other projects in its place."""
 
-import json
 from pathlib import Path
 
 from megatron_terapipe.arguments import read_arguments
@@ -11,8 +10,8 @@ from megatron_terapipe.huggingface.families.registry import FAMILIES
 from megatron_terapipe.huggingface.families.settings import SettingsFile
 from megatron_terapipe.neox.convert import convert, read_settings
 from megatron_terapipe.search.price.workload_files import read_workload
-from tests.faults.fuzzing.target import Target
-from tests.faults.fuzzing.targets.search import STRATEGY, in_file
+from tests.faults.fuzzing.target import Target, as_json, in_file
+from tests.faults.fuzzing.targets.search import STRATEGY
 from tests.huggingface.files import least_settings
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3"
@@ -113,14 +112,10 @@ BLOCKS = {"block_configs": [{"attention": {"num_query_groups": 2}, "mlp": {"ffn_
 PARTS = {"train": "0.3 wiki 0.7 books", "valid": ["news"], "test": None}
 
 
-def _json(document: object) -> bytes:
-    return json.dumps(document).encode()
-
-
 def _of_families() -> list[bytes]:
     """Return a file of each family, with its default sizes."""
     return [
-        _json(each.write(each.read(SettingsFile(least_settings(each.name), each.name)))) for each in FAMILIES.values()
+        as_json(each.write(each.read(SettingsFile(least_settings(each.name), each.name)))) for each in FAMILIES.values()
     ]
 
 
@@ -147,29 +142,29 @@ TARGETS = (
     Target(
         name="DeepSpeed's file",
         read=in_file("ds.json", lambda path: _read_with("--deepspeed_config", path)),
-        seeds=(_json(DEEPSPEED), _json({"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": True}})),
+        seeds=(as_json(DEEPSPEED), as_json({"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": True}})),
     ),
     Target(
         name="strategy file",
         read=in_file("s.json", lambda path: _read_with("--strategy", path)),
-        seeds=(_json(STRATEGY), _json({"strategy": {"num_token_slices": 2, "token_slices": [80, 48]}})),
-        found=(_json({"data_parallel_size": 20_000_000}), b"NaN"),
+        seeds=(as_json(STRATEGY), as_json({"strategy": {"num_token_slices": 2, "token_slices": [80, 48]}})),
+        found=(as_json({"data_parallel_size": 20_000_000}), b"NaN"),
     ),
     Target(
         name="config.json of Hugging Face",
         read=in_file("config.json", _read_theirs),
-        seeds=(_json(LLAMA), _json(GPT2), _json(GEMMA), *_of_families()),
+        seeds=(as_json(LLAMA), as_json(GPT2), as_json(GEMMA), *_of_families()),
         found=(
-            _json(LLAMA | {"num_hidden_layers": 10**9}),
-            _json(LLAMA | {"hidden_size": 1e30}),
-            _json(GEMMA | {"num_hidden_layers": 10**12}),
-            _json({"model_type": "granite", "logits_scaling": 5e-324}),
+            as_json(LLAMA | {"num_hidden_layers": 10**9}),
+            as_json(LLAMA | {"hidden_size": 1e30}),
+            as_json(GEMMA | {"num_hidden_layers": 10**12}),
+            as_json({"model_type": "granite", "logits_scaling": 5e-324}),
         ),
     ),
     Target(
         name="layers that differ",
         read=_read_layers,
-        seeds=(_json(BLOCKS)[1:],),
+        seeds=(as_json(BLOCKS)[1:],),
         found=(b"[" * 3000, b'"a": NaN}', b'"block_configs": [{"mlp": {"ffn_hidden_size": 1' + b"0" * 30 + b"}}, {}]}"),
     ),
     Target(
@@ -184,7 +179,7 @@ TARGETS = (
     Target(
         name="data paths by part",
         read=in_file("parts.json", read_data_arguments_by_part),
-        seeds=(_json(PARTS),),
+        seeds=(as_json(PARTS),),
     ),
     Target(
         name="YAML of GPT-NeoX",

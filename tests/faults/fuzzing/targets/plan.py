@@ -1,26 +1,17 @@
 """Files of the plan: schedules, stage partitions, timelines, costs."""
 
-from pathlib import Path
-
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.text_files import read_text
-from tests.faults.fuzzing.target import Target
-
-
-def _file(data: bytes, folder: Path) -> str:
-    path = folder / "file"
-    path.write_bytes(data)
-    return str(path)
-
+from tests.faults.fuzzing.target import Target, in_file
 
 TARGETS = (
     Target(
         name="schedule text",
-        read=lambda data, folder: read_schedule(_file(data, folder)),
+        read=in_file("file", read_schedule),
         seeds=(
             b"# two ranks\n0F0.0, 0F0.1,        ,        , 0B0.1, 0B0.0\n     , 1F0.0, 1F0.1, 1B0.1, 1B0.0\n",
             b"0F0,0F1,,0I0,0W0,0B1\n1F0,1I0,1F1,1W0,1B1\n",
@@ -31,7 +22,7 @@ TARGETS = (
     ),
     Target(
         name="stage partition",
-        read=lambda data, folder: StagePartition.parse(_file(data, folder)),
+        read=in_file("file", StagePartition.parse),
         seeds=(b"[0, 5, 12]", b"[0, 1]\n"),
         found=(b"\xff\xfe", b"[0, " + b"7" * 5000 + b"]"),
     ),
@@ -43,7 +34,7 @@ TARGETS = (
     ),
     Target(
         name="timeline",
-        read=lambda data, folder: StepRecord.from_json(read_text(_file(data, folder))),
+        read=in_file("file", lambda path: StepRecord.from_json(read_text(path))),
         seeds=(
             b'{"num_stages": 2, "num_micro_batches": 1, "num_token_slices": 1, "unit": "s", "spans": '
             b'[[["0F0.0", 0, 1], ["0B0.0", 3, 4]], [["1F0.0", 1, 2], ["1B0.0", 2, 3.5]]], "transfers": '
@@ -61,7 +52,7 @@ TARGETS = (
     ),
     Target(
         name="costs",
-        read=lambda data, folder: OpCosts.from_json(read_text(_file(data, folder)), PipelineShape(2, 1, 2)),
+        read=in_file("file", lambda path: OpCosts.from_json(read_text(path), PipelineShape(2, 1, 2))),
         seeds=(
             b'{"forward": [[1, 2], [3, 4]], "backward": [[2, 4], [6, 8]], "weight_gradient": [[1, 1], [1, 1]], '
             b'"transfer": {"latency": 0.1, "bandwidth": 10, "bytes": [1, 2]}, "reductions": [[1], [2, 3]]}',

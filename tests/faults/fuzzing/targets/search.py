@@ -1,7 +1,6 @@
 """Files that the search reads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_terapipe.search.answer.flags import read_strategies
@@ -11,25 +10,10 @@ from megatron_terapipe.search.machine.trainer_files import find_software
 from megatron_terapipe.search.price.profile import profile_to_json, read_profile
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.strategy import Strategy
-from tests.faults.fuzzing.target import Target
+from tests.faults.fuzzing.target import Target, as_json, in_file
 from tests.search.price.profiles import profile
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
-
-
-def in_file(name: str, read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
-    """Return a function that reads bytes as a file of this name."""
-
-    def read_bytes(data: bytes, folder: Path) -> object:
-        file = folder / name
-        file.write_bytes(data)
-        return read(str(file))
-
-    return read_bytes
-
-
-def _json(document: object) -> bytes:
-    return json.dumps(document).encode()
 
 
 GPT = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 1000}
@@ -81,10 +65,10 @@ TARGETS = (
     Target(
         name="model (JSON)",
         read=in_file("m.json", read_workload),
-        seeds=(_json(GPT), _json({"preset": "llama2-7b", "seq_length": 8192}), _json(LAYERED)),
+        seeds=(as_json(GPT), as_json({"preset": "llama2-7b", "seq_length": 8192}), as_json(LAYERED)),
         found=(
-            _json(GPT | {"num_layers": 10**9}),
-            _json(LAYERED | {"layers": [LAYER | {"repeat": 10_000}] * 1000}),
+            as_json(GPT | {"num_layers": 10**9}),
+            as_json(LAYERED | {"layers": [LAYER | {"repeat": 10_000}] * 1000}),
         ),
     ),
     Target(
@@ -100,12 +84,14 @@ TARGETS = (
         name="strategies",
         read=in_file("s.jsonl", read_strategies),
         seeds=(
-            _json(STRATEGY),
-            _json(Strategy().to_json()) + b"\n\n" + _json({"strategy": STRATEGY | {"token_slices": [40, 32, 32, 24]}}),
+            as_json(STRATEGY),
+            as_json(Strategy().to_json())
+            + b"\n\n"
+            + as_json({"strategy": STRATEGY | {"token_slices": [40, 32, 32, 24]}}),
             json.dumps([STRATEGY, {"stage_partition": [0, 3, 8]}], indent=1).encode(),
         ),
         found=(
-            _json({"data_parallel_size": 20_000_000}),
+            as_json({"data_parallel_size": 20_000_000}),
             b"[" * 3000,
             b'{"schedule": "\\ud800"}',
             b'{"micro_batch_size": NaN}',
@@ -116,20 +102,23 @@ TARGETS = (
         name="trials",
         read=in_file("t.jsonl", read_trials),
         seeds=(
-            _json(TRIAL) + b"\n",
-            _json(TRIAL | {"cluster": TRIAL["cluster"] | {"devices_per_node": 4, "intra_node_GBps": 300}}) + b"\n",
-            _json(TRIAL | {"measured": {"longer_than_s": 1e999}}) + b"\n",
+            as_json(TRIAL) + b"\n",
+            as_json(TRIAL | {"cluster": TRIAL["cluster"] | {"devices_per_node": 4, "intra_node_GBps": 300}}) + b"\n",
+            as_json(TRIAL | {"measured": {"longer_than_s": 1e999}}) + b"\n",
             b"\n".join((EXAMPLES.parent / "benchmarks/published/runs.jsonl").read_bytes().splitlines()[:2]),
         ),
-        found=(_json(TRIAL | {"model": GPT | {"num_layers": 2**31}}), _json(TRIAL | {"model": {"model_preset": -1}})),
+        found=(
+            as_json(TRIAL | {"model": GPT | {"num_layers": 2**31}}),
+            as_json(TRIAL | {"model": {"model_preset": -1}}),
+        ),
     ),
     Target(
         name="profile",
         read=in_file("p.json", read_profile),
-        seeds=(_json(profile_to_json(profile())),),
+        seeds=(as_json(profile_to_json(profile())),),
         found=(
-            _json(profile_to_json(profile()) | {"software": 3}),
-            _json(profile_to_json(profile()) | {"device": "\ud800"}),
+            as_json(profile_to_json(profile()) | {"software": 3}),
+            as_json(profile_to_json(profile()) | {"device": "\ud800"}),
         ),
     ),
     Target(
