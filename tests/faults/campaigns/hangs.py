@@ -99,8 +99,9 @@ class _Stop:
                 run.kill()
             return Outcome(fault=fault, tried=0, broken=("it was not stopped",), message=run.output().splitlines()[-1])
         end = ending(run)
-        if self.place == "meeting":  # The others notice its end.
-            died = [line for line in end.lines if re.match(rf"error: rank {self.rank} \(.*\) died: ", line)]
+        died = [line for line in end.lines if re.match(rf"error: rank {self.rank} \(.*\) died: ", line)]
+        # The others notice its end; a rank that joins last may not be watched yet either.
+        if self.place == "meeting" or (self.place == "joining" and died):
             return end.outcome(fault, code=None, lines=died, broken=self._resumed(expected), promised_s=PROMISED_S)
         lines = [line for line in end.lines if "the run has stalled" in line]
         named = re.search(rf"rank {self.rank} (\(host \S+\) )?blocks the run", "".join(lines))
