@@ -182,9 +182,15 @@ def _names_agree() -> bool:
 
 def any_rank(mine: bool) -> bool:
     """Whether a condition is true on any rank; a collective operation of all ranks."""
-    flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+    return last_rank(mine) >= 0
+
+
+def last_rank(mine: bool) -> int:
+    """Return the last rank on which a condition is true; -1 for none. A collective operation of all ranks."""
+    rank, device = dist.get_rank() if mine else -1, get_accelerator().current_device_name()
+    found = torch.tensor(rank, dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found.item())
 
 
 Pending = Callable[[], Tensor]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.health.ledger import OpLedger
-from deepspeed_ext.runtime.topology import any_rank
+from deepspeed_ext.runtime.topology import last_rank
 from megatron_terapipe.errors import AgreedCheckpointError, AgreedDataError, CheckpointError
 
 Result = TypeVar("Result")
@@ -77,14 +77,14 @@ def work_of_any_rank(name: str, action: Callable[[], object], ledger: OpLedger) 
     """
     result = in_daemon(name, action)
     began = spoke = time.monotonic()
-    working = True
-    while working:
+    working = 0
+    while working >= 0:
         wait([result], min(_INTERVAL_S, 0.05 + time.monotonic() - began))
         with ledger.phase(name):
-            working = any_rank(not result.done())
-        if working and dist.get_rank() == 0 and time.monotonic() - spoke > _SPEAKS_EVERY_S:
+            working = last_rank(not result.done())
+        if working >= 0 and dist.get_rank() == 0 and time.monotonic() - spoke > _SPEAKS_EVERY_S:
             spoke = time.monotonic()
-            print(f" {name} since {spoke - began:.0f} s", flush=True)
+            print(f" {name} since {spoke - began:.0f} s, on rank {working} still", flush=True)
     with ledger.phase(name):
         agreed(result.result, AgreedDataError)
 
