@@ -1,7 +1,9 @@
 """Command `terapipe search`: the strategies of a model on a cluster, with their time and memory."""
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
@@ -28,7 +30,23 @@ COMMANDS = {part.name: part for part in SEARCH.parts}
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.search") -> int:
     """Run a command and return its exit code: 2 for bad input, with one line of error."""
     words = sys.argv[1:] if argv is None else list(argv)
-    return run_command(lambda: _run(words, prog))
+    with _rare_collections():
+        return run_command(lambda: _run(words, prog))
+
+
+MANY_OBJECTS = 100_000
+"""New objects after which garbage is collected."""
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage less often: plans of host copies make a million tuples that live, and collections walk them."""
+    usual = gc.get_threshold()
+    gc.set_threshold(MANY_OBJECTS, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def _run(words: list[str], prog: str) -> int:
