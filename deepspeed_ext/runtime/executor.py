@@ -37,7 +37,7 @@ from deepspeed_ext.runtime.gradients.reductions import Entering, GradientReducti
 from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients, WeightGradients, compute
 from deepspeed_ext.runtime.health.ledger import OpLedger
 from deepspeed_ext.runtime.live_batch import BatchLoss, Buffer, LiveBatch, RandomState
-from deepspeed_ext.runtime.micro_batch import MicroBatchReader, map_tensors, parts_on_device, to_device
+from deepspeed_ext.runtime.micro_batch import MicroBatchReader, detached, parts_on_device, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import HostCopies
 from deepspeed_ext.runtime.state.counts import Tallies
@@ -432,9 +432,7 @@ class Executor:
         if self.batch.plan.keeps_outputs:
             with torch.no_grad():
                 given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)
-            self.batch.outputs[op.micro_batch][op.token_slice] = map_tensors(
-                lambda entry: entry.detach() if torch.is_tensor(entry) else entry, given
-            )
+            self.batch.outputs[op.micro_batch][op.token_slice] = detached(given)
             self.batch.labels[op.micro_batch][op.token_slice] = self.batch.parts[op.micro_batch][op.token_slice].labels
         if not self.batch.plan.computes_loss:
             return ()

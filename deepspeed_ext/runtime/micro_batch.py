@@ -168,6 +168,11 @@ def parts_on_device(
     ]
 
 
+def detached(tensors: Any) -> Any:
+    """The values of a tensor, or of a tuple or dict of such, without the graph that computed them."""
+    return map_tensors(lambda entry: entry.detach() if torch.is_tensor(entry) else entry, tensors)
+
+
 def join_token_slices(
     parts: Sequence[Any],
     token_slices: TokenSlices,

@@ -64,7 +64,11 @@ class LayerQuery(OpSizes):
     device: Device
 
     def again(self, recompute: str) -> ScalarOrArray:
-        """Return 1 where its backward runs [...] this part of the layer again, by the names of `Strategy.recompute`."""
+        """Return 1 where its backward runs a part of the layer again, else 0: [...].
+
+        Args:
+            recompute: the part, by the names of `Strategy.recompute`.
+        """
         if recompute != "stage" and (not self.layer.is_block or (recompute == "full" and not self.layer.recomputed)):
             return 0.0
         return np.where(np.equal(self.recompute, recompute), 1.0, 0.0)
