@@ -53,8 +53,9 @@ def slots_of_hosts(path: str, flag: str) -> list[int]:
     # Imported where a hostfile is named: the search is not needed otherwise.
     from megatron_terapipe.search.machine.hostfile import parse_hostfile
 
+    text = read_text(path, flag)
     with errors_in(flag):
-        return [host.slots for host in parse_hostfile(read_text(path, flag), path)]
+        return [host.slots for host in parse_hostfile(text, path)]
 
 
 DEVICE = "A100-SXM4-80GB"

@@ -25,7 +25,7 @@ class Sum(NamedTuple):
 
 
 class _Norm(nn.Module):
-    """A norm over the last dimension, scaled and shifted where the model's kind has a weight and a bias.
+    """A norm over the last dimension, scaled.
 
     Args:
         width: width of one head, or of a latent; None for the hidden state.
@@ -45,15 +45,27 @@ class _Norm(nn.Module):
         super().__init__()
         self.one_plus, self.epsilon = model.apply_layernorm_1p, epsilon or model.layernorm_epsilon
         first = torch.full((width or model.hidden_size,), _first_weight(model))
-        self.weight, self.bias = ranks.replicated(first, of_heads=of_heads), None
-        if model.normalization == "layernorm":
-            self.bias = ranks.replicated(torch.zeros_like(first), of_heads=of_heads)
-        elif model.normalization == "layernorm-no-weights":
-            self.weight, self.one_plus = None, False
+        self.weight = ranks.replicated(first, of_heads=of_heads)
 
 
 class LayerNorm(_Norm):
-    """Zero mean and unit variance over the last dimension."""
+    """Zero mean and unit variance over the last dimension, scaled and shifted where there is a weight and a bias."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        ranks: TensorParallelRanks,
+        width: int | None = None,
+        *,
+        of_heads: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__(model, ranks, width, of_heads=of_heads, **more)
+        self.bias = None
+        if model.normalization == "layernorm":
+            self.bias = ranks.replicated(torch.zeros_like(self.weight.data), of_heads=of_heads)
+        elif model.normalization == "layernorm-no-weights":
+            self.weight, self.one_plus = None, False
 
     def forward(self, hidden: Tensor | Sum) -> Any:
         """[..., width] in, the same out; of a sum, the sum and its norm."""
@@ -68,7 +80,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """Unit mean square over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
+    """Unit mean square over the last dimension, scaled (Zhang and Sennrich, arXiv 1910.07467)."""
 
     def forward(self, hidden: Tensor | Sum) -> Any:
         """[..., width] in, the same out; of a sum, the sum and its norm."""
