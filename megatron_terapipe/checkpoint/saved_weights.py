@@ -41,9 +41,9 @@ class SavedWeights:
         """Weights of a layer by their names in it, a part that was saved by itself; mapped, not yet read."""
         try:
             layer: Mapping[str, Tensor] = load_saved(path)
-            strange = [name for name, each in layer.items() if not _is_whole(each)]
+            strange = [name for name, each in layer.items() if not (isinstance(name, str) and _is_whole(each))]
             if strange:
-                raise ValueError(f"{strange[0]!r} is not a tensor with storage of its size")
+                raise ValueError(f"{strange[0]!r} is not the name of a tensor with storage of its size")
             return layer
         except UnsafeFileError as error:
             raise CheckpointError(str(error)) from None
