@@ -68,7 +68,8 @@ def answer_text(problem: SearchProblem, winner: Ranked, entry: RankedEntry) -> s
         if published is not None and used > published.share + TOLERANCE:
             # Else it would seem too high because it counts scores that are never computed.
             name, used, best = "causal MFU", price.mfu_causal, published.causal_share
-        words.append(f"{name} {used:.0%}{'' if best is None else f' (best published: {best:.0%})'}")
+        kind = "" if problem.workload.experts is None else ", dense models"
+        words.append(f"{name} {used:.0%}{'' if best is None else f' (best published{kind}: {best:.0%})'}")
     if price.memory_per_rank:
         groups = RankGroups(ClusterTable.of(problem.cluster), winner.strategy.layout, winner.strategy.placement)
         ranks = zip(price.memory_per_rank, groups.smallest, strict=True)

@@ -173,6 +173,11 @@ def test_values_and_flags_are_in_one_line(width: int) -> None:
     assert all(sum(line.count(each) for line in lines) == 2 for each in whole[:-1])
 
 
+def test_published_figures_are_named_as_those_of_dense_models_beside_a_mixture() -> None:
+    mixture = replace(small_problem(), workload=read_workload("mixtral-8x7b"))
+    assert "(best published, dense models: 68%)" in answer(mixture).answer
+
+
 def test_published_figures_are_those_of_the_generation() -> None:
     assert set(PUBLISHED) <= set(GENERATION_NAMES)
     # A product of large matrices alone reaches 0.73 (GB200) to 0.87 (A100).
