@@ -74,13 +74,7 @@ class SelfAttention(CausalAttention):
             self.query_norm, self.key_norm = (_heads_norm(model, ranks, heads) for heads in (num_heads, num_groups))
         drawn, learned = normal(model.init_method_std), model.softmax_type == "learnable"
         self.sinks = ranks.parameter(num_heads, cut=0, initialize=drawn) if learned else None
-        self.projection = RowParallelLinear(
-            num_heads * self.head_size,
-            model.hidden_size,
-            ranks,
-            normal(model.output_layer_init_std),
-            bias=model.has_projection_bias,
-        )
+        self.projection = _projection(model, ranks, num_heads * self.head_size)
 
     def forward(
         self, hidden: Tensor, past: Past, recomputed: nn.Module | None = None, *, completed: bool = True
@@ -130,6 +124,12 @@ def _heads_norm(model: ModelConfig, ranks: TensorParallelRanks, num_heads: int) 
     return NORMS[model.normalization](model, ranks, model.kv_channels, of_heads=True)
 
 
+def _projection(model: ModelConfig, ranks: TensorParallelRanks, width: int) -> RowParallelLinear:
+    """Return the matrix after attention; the outputs of all heads have this width."""
+    drawn = normal(model.output_layer_init_std)
+    return RowParallelLinear(width, model.hidden_size, ranks, drawn, bias=model.has_projection_bias)
+
+
 class LatentAttention(CausalAttention):
     """Keys and values of all heads from one latent vector of each token (DeepSeek-V2, arXiv 2405.04434 section 2.1).
 
@@ -173,13 +173,7 @@ class LatentAttention(CausalAttention):
         )
         self.up = ranks.parameter(heads, sizes.key_size + sizes.value_size, sizes.rank, cut=0, initialize=first)
         """Of each head the rows of its keys without rotation, and of its values: [H, n + v, c]."""
-        self.projection = RowParallelLinear(
-            heads * sizes.value_size,
-            model.hidden_size,
-            ranks,
-            normal(model.output_layer_init_std),
-            bias=model.has_projection_bias,
-        )
+        self.projection = _projection(model, ranks, heads * sizes.value_size)
 
     def forward(
         self, hidden: Tensor, past: Past, recomputed: nn.Module | None = None, *, completed: bool = True
