@@ -16,7 +16,6 @@ from megatron_terapipe.console import output_console, print_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
-from megatron_terapipe.search.answer.distance import if_nothing_fits
 from megatron_terapipe.search.answer.flags import (
     add_constraint_flags,
     add_headroom_flag,
@@ -31,7 +30,7 @@ from megatron_terapipe.search.answer.other_trainers import other_trainers
 from megatron_terapipe.search.answer.output_files import script_command, write_document, write_files
 from megatron_terapipe.search.answer.question import Question, question_of
 from megatron_terapipe.search.answer.screen import print_notes, print_table
-from megatron_terapipe.search.answer.what_if import what_ifs
+from megatron_terapipe.search.answer.what_if import if_nothing_fits, what_ifs
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
 from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, FITS, HEADROOM, NEEDS_NO_HOSTS
 from megatron_terapipe.search.rank.rules import DUPLICATES, USES_DEVICES, ProgressCallback

@@ -134,9 +134,10 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
 def notes_of(document: RankDocument) -> list[str]:
     """Return a line for each kind of change that is worth saying, those first that can change most."""
     found: dict[str, str] = {}
+    # Where nothing fits, the first line has what is nearest, and the error the changes with which a strategy fits.
+    said = f"{document.answer}{document.why_none or ''}"
     for each in document.advice:
-        # Where nothing fits, the error has the changes with which one does.
-        if each.iteration_time_s is not None or (document.priced and each.change):
+        if (each.change or each.iteration_time_s is not None) and each.line not in said:
             found.setdefault(each.name, each.line)
     return list(found.values())
 

@@ -3,7 +3,7 @@
     Question.changed     the same question with other flags, or another model, cluster, batch or trainer
     what_ifs             the changes that are worth saying: an order that is found, less headroom, fewer devices,
                          other constants (`sensitivity.py`)
-    distance.py          the changes with which a strategy fits, where none does
+    if_nothing_fits      where nothing fits: the strategy nearest to fitting, and the changes with which one fits
 
 A search compares the schedules that have a closed form. Only the winner is then priced with `optimised`, and where the
 model has an output layer of its own also with that layer in parts, one on each pipeline rank (`--vocabulary-stages`):
@@ -12,17 +12,21 @@ up to 32 K tokens it is 13 to 19 % faster in simulation, from 512 K tokens on ha
 Every strategy of a ranking uses all devices. Slow links, slow devices or a small batch may make some of them useless.
 The parts of a cluster that are tried are the fastest kinds of devices of a mixed one, and a half, a quarter, ... of its
 nodes down to one. Each gets a short search near the winner: enough to see whether it is worth a search of its own.
+
+Where nothing fits, each change gets a short search, too, and is proven: what it finds leaves the headroom free, counted
+exactly. The nearest strategy fits devices with the smallest multiple of their memory.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import why_vocabulary_stays_whole
+from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.figures import TOLERANCE, best_published, devices_of, speed_of
@@ -30,15 +34,19 @@ from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.question import Question
 from megatron_terapipe.search.answer.sensitivity import other_constants
 from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.library import smallest_device_with
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.makespan import num_searched_ops
+from megatron_terapipe.search.price.memory import RankMemory
 from megatron_terapipe.search.price.stages import pipeline_shape
+from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload
+from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.rules import ProgressCallback, no_progress
-from megatron_terapipe.search.rank.search import Ranked, SearchResult, priced
+from megatron_terapipe.search.rank.search import ROUNDING, Ranked, SearchResult, priced
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.texts import strategy_text, time_text
+from megatron_terapipe.texts import bytes_text, strategy_text, time_text
 
 
 def what_ifs(
@@ -66,14 +74,20 @@ def _faster(
     if entry is None or entry.iteration_time_s > (1 - WORTH_SAYING) * winner.iteration_time_s:
         return
     saves = 1 - entry.iteration_time_s / winner.iteration_time_s
-    yield WhatIfPart(
+    line = f"{words} takes {time_text(entry.iteration_time_s)}, {saves:.0%} less{remedy}"
+    yield answered(name, entry, line, change=saves, value=value, more=more)
+
+
+def answered(name: str, entry: Ranked, line: str, *, change: float, value: Any = None, more: str = "") -> WhatIfPart:
+    """Return the answer to a changed question, by its best strategy."""
+    return WhatIfPart(
         name=name,
         value=value,
         strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
-        change=saves,
-        line=f"{words} takes {time_text(entry.iteration_time_s)}, {saves:.0%} less{remedy}",
-        more=f"The strategy: {strategy_text(entry.strategy)}. {more}".rstrip(),
+        change=change,
+        line=line,
+        more=f"{more} The strategy: {strategy_text(entry.strategy)}.".lstrip(),
     )
 
 
@@ -123,22 +137,22 @@ def with_found_order(asked: Question, winner: Ranked) -> Iterator[WhatIfPart]:
 
 def with_less_headroom(asked: Question, entry: Ranked | None, winner: Ranked) -> Iterator[WhatIfPart]:
     """Yield the fastest strategy that fits the devices and leaves less than the headroom free."""
-    free = 0.0 if entry is None else left_free(entry, asked.pricing)
-    value = math.floor(1000 * free) / 1000
-    yield from _faster(
-        "memory_headroom",
-        f"an iteration with {free:.1%} of memory kept free",
-        entry,
-        winner,
-        remedy=f": --memory-headroom {value:g}",
-        value=value,
-    )
+    free, value = (0.0, 0.0) if entry is None else left_free(entry, asked.pricing)
+    words, flag = f"an iteration with {free:.1%} of memory kept free", f": --memory-headroom {value:g}"
+    yield from _faster("memory_headroom", words, entry, winner, remedy=flag, value=value)
 
 
-def left_free(entry: Ranked, pricing: Pricing) -> float:
-    """Return the share of the fullest device that a strategy leaves free."""
-    held = zip(entry.price.memory, pricing.cost_model.groups(entry.strategy).smallest, strict=True)
-    return 1 - max(memory.total / device.memory_bytes for memory, device in held)
+def left_free(entry: Ranked, pricing: Pricing) -> tuple[float, float]:
+    """Return the share of the fullest device that a strategy leaves free, and the headroom that asks for it."""
+    _, memory, device = fullest(entry, pricing)
+    free = 1 - memory.total / device.memory_bytes
+    return free, math.floor(1000 * free) / 1000
+
+
+def fullest(entry: Ranked, pricing: Pricing) -> tuple[int, RankMemory, Device]:
+    """Return the pipeline rank of a strategy whose device is fullest, its memory and that device."""
+    held = enumerate(zip(entry.price.memory, pricing.cost_model.groups(entry.strategy).smallest, strict=True))
+    return max(((rank, *each) for rank, each in held), key=lambda each: each[1].total / each[2].memory_bytes)
 
 
 def at_published_mfu(problem: SearchProblem, winner: Ranked) -> Iterator[WhatIfPart]:
@@ -195,18 +209,16 @@ def on_fewer_devices(
         return
     ratio, hours, cost, part, entry = best
     saved = f"at {cost:.2f} of the price" if training.prices else f"for {1 - hours:.0%} fewer device hours"
-    unpriced = " Devices of other kinds have other prices (--price)."
-    yield WhatIfPart(
-        name="fewer_devices",
+    compared = f"{1 - ratio:.0%} less" if is_faster else f"{ratio:.2f} times rank 1"
+    used = f"{part.num_devices:,} of {whole.num_devices:,} devices: {time_text(entry.iteration_time_s)}"
+    unpriced = "" if training.prices or whole.is_uniform else " Devices of other kinds have other prices (--price)."
+    yield answered(
+        "fewer_devices",
+        entry,
+        f"{used}, {compared}, {saved}: --devices-at-most {part.num_devices}",
+        change=1 - (ratio if is_faster else cost),
         value=part.num_devices,
-        strategy=entry.strategy.to_json(),
-        iteration_time_s=entry.iteration_time_s,
-        change=1 - ratio if is_faster else 1 - cost,
-        line=f"{part.num_devices:,} of {whole.num_devices:,} devices: {time_text(entry.iteration_time_s)}, "
-        f"{f'{1 - ratio:.0%} less' if is_faster else f'{ratio:.2f} times rank 1'}, {saved}: "
-        f"--devices-at-most {part.num_devices}",
-        more=f"They are {' and '.join(sorted(devices_of(part)))}. The strategy: {strategy_text(entry.strategy)}."
-        f"{'' if training.prices or whole.is_uniform else unpriced}",
+        more=f"They are {' and '.join(sorted(devices_of(part)))}.{unpriced}",
     )
 
 
@@ -266,3 +278,114 @@ def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dic
     if "token_slices" not in constraints:
         near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
     return near
+
+
+def if_nothing_fits(asked: Question, result: SearchResult) -> Iterator[WhatIfPart]:
+    """Yield the nearest strategy, and then the changes with which one fits; nothing if other rules are broken."""
+
+    def fits(name: str, value: int | float | str, line: str, entry: Ranked) -> WhatIfPart:
+        more = f"An iteration then takes {time_text(entry.iteration_time_s)}."
+        return answered(name, entry, line, change=1.0, value=value, more=more)
+
+    headroom = asked.problem.memory_headroom
+    if result.too_full is not None:
+        _, share = left_free(result.too_full, asked.pricing)
+        yield fits("memory_headroom", share, f"--memory-headroom {share:g}", result.too_full)
+    if not (result.counts.rejected[FITS] or result.counts.rejected[HEADROOM]):
+        return
+    times, nearest = nearest_to_fitting(asked)
+    if nearest is None:
+        return
+    rank, memory, device = fullest(nearest, asked.pricing)
+    if result.too_full is None:
+        parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
+        listed = ", ".join(f"{name.replace('_', ' ')} {bytes_text(number)}" for name, number in parts if number > 0)
+        yield WhatIfPart(
+            name="nearest",
+            value=memory.total,
+            strategy=nearest.strategy.to_json(),
+            change=1.0,
+            line=f"the nearest needs {bytes_text(memory.total)} of a device, and {device.name} has "
+            f"{bytes_text(memory.total / times)} ({100 * headroom:.3g}% kept free)",
+            more=f"It is {strategy_text(nearest.strategy)}, and needs on pipeline rank {rank}: {listed}.",
+        )
+    found: set[str] = set()
+    for name, value, words, changed in _changes(asked):
+        # Of each kind the smallest is enough; of flags each that is free, or else all of them.
+        if name in found and not (name == "constraint" and value):
+            continue
+        for entry in changed.search().entries:
+            found.add(name)
+            yield fits(name, value, words, entry)
+    needed = times * device.memory_bytes
+    enough = smallest_device_with(needed)
+    such = "" if enough is None else f", such as {enough.name}"
+    yield fits("device_memory", needed, f"devices of {bytes_text(math.ceil(needed / 1e9) * 1e9)}{such}", nearest)
+
+
+MOST_TIMES_THE_MEMORY = 2.0**16
+CLOSE = 1.001  # multiple of a memory that is too small up to which only a strategy that needs less is looked for
+
+
+def nearest_to_fitting(asked: Question) -> tuple[float, Ranked | None]:
+    """Return the smallest multiple of the devices' memory with which a strategy fits, and this strategy.
+
+    None if other rules are broken.
+    """
+    cluster, headroom, found = asked.problem.cluster, asked.problem.memory_headroom, None
+    usable_share = asked.pricing.memory_model.overheads.usable_share * (1 - headroom)
+    too_little, enough, times = 1.0, math.inf, 2.0
+    while too_little < times < MOST_TIMES_THE_MEMORY:
+        nodes = (
+            replace(node, device=replace(node.device, memory_bytes=times * node.device.memory_bytes))
+            for node in cluster.nodes
+        )
+        for entry in asked.changed(cluster=replace(cluster, nodes=tuple(nodes))).search().entries:
+            _, memory, device = fullest(entry, asked.pricing)
+            enough, found = memory.total / (usable_share * device.memory_bytes), entry
+            break
+        else:
+            too_little = times
+        times = 2 * times if found is None else math.sqrt(too_little * enough)
+        if enough < CLOSE * too_little:
+            times = enough * (1 - ROUNDING)
+    return enough, found
+
+
+TIMES_THE_NODES = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)  # clusters that are tried, in nodes of the one that is too small
+LEAST_SEQ_LENGTH = 128  # tokens below which no sequence is proposed
+
+
+def _changes(asked: Question) -> Iterator[tuple[str, int | str, str, Question]]:
+    """Yield questions without a flag, with rounded gradients, more and more nodes, shorter sequences, smaller batches.
+
+    All nodes of a mixed cluster grow by the same factor. A model that is a list of layers keeps its sequences.
+    """
+    problem, constraints = asked.problem, asked.constraints
+    for name in constraints:
+        others = {other: values for other, values in constraints.items() if other != name}
+        yield "constraint", name, f"--{name.replace('_', '-')} free", asked.changed(others)
+    if len(constraints) > 1:
+        yield "constraint", "", "no flag that fixes a dimension", asked.changed({})
+    if problem.software.can_run("key_value_gradients", "bf16") and "bf16" not in constraints.get(
+        "key_value_gradients", ()
+    ):
+        # No search rounds them unasked, since a run's numbers change.
+        rounded = asked.changed({**constraints, "key_value_gradients": ("bf16",)})
+        yield "key_value_gradients", "bf16", "--key-value-gradients bf16", rounded
+    nodes = problem.cluster.nodes
+    for times in TIMES_THE_NODES:
+        whole = round(times * len(nodes))
+        if whole > len(nodes) and (problem.cluster.is_uniform or times == int(times)):
+            cluster = replace(problem.cluster, nodes=tuple(nodes[index % len(nodes)] for index in range(whole)))
+            words = f"{cluster.num_devices} such devices ({whole} nodes)"
+            yield "devices", cluster.num_devices, words, asked.changed(cluster=cluster)
+    config, length = problem.workload.config, problem.workload.seq_length
+    imbalance = IMBALANCE if problem.workload.experts is None else problem.workload.experts.imbalance
+    while config is not None and (length := length // 2) >= LEAST_SEQ_LENGTH:
+        shorter = gpt_workload(replace(config, seq_length=length), imbalance=imbalance)
+        yield "seq_length", length, f"--seq-length {length}", asked.changed(workload=shorter)
+    for part in (2, 4, 8):
+        if problem.global_batch_size % part == 0:
+            batch = problem.global_batch_size // part
+            yield "global_batch_size", batch, f"--global-batch-size {batch}", asked.changed(global_batch_size=batch)
