@@ -3,7 +3,7 @@
     Question.changed     the same question with other flags, or another model, cluster, batch or trainer
     what_ifs             the changes that are worth saying: an order that is found, less headroom, fewer devices,
                          other constants (`sensitivity.py`)
-    if_nothing_fits      where nothing fits: the strategy nearest to fitting, and the changes with which one fits
+    if_nothing_fits      the strategy nearest to fitting, and the changes with which one fits
 
 A search compares the schedules that have a closed form. Only the winner is then priced with `optimised`, and where the
 model has an output layer of its own also with that layer in parts, one on each pipeline rank (`--vocabulary-stages`):
@@ -13,7 +13,7 @@ Every strategy of a ranking uses all devices. Slow links, slow devices or a smal
 The parts of a cluster that are tried are the fastest kinds of devices of a mixed one, and a half, a quarter, ... of its
 nodes down to one. Each gets a short search near the winner: enough to see whether it is worth a search of its own.
 
-Where nothing fits, each change gets a short search, too, and is proven: what it finds leaves the headroom free, counted
+Where nothing fits, each change gets a short search, too, and is proven: the strategy leaves the headroom free, counted
 exactly. The nearest strategy fits devices with the smallest multiple of their memory.
 """
 
