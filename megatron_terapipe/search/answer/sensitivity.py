@@ -10,7 +10,6 @@ factors are moved instead. The bandwidth of network cards, of which a data sheet
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import exp, expm1, log
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,35 +33,6 @@ FACTOR = 4.0
 """By how much the bandwidth of a node may differ from the data sheet, either way: nodes with one card in place of
 eight, cards at a quarter of the rate, networks that are shared."""
 
-WORDS: Mapping[str, str] = MappingProxyType(
-    {
-        "gemm_efficiency": "speed of large products",
-        "gemm_area": "size of a product that fills a device",
-        "attention_efficiency": "speed of attention written out",
-        "fused_attention": "speed of fused attention",
-        "misaligned_efficiency": "speed of attention with odd head sizes",
-        "memory_efficiency": "memory bandwidth of element-wise work",
-        "launch_s": "host time of a launch",
-        "launch_jitter": "delays between hosts of tensor-parallel ranks",
-        "launch_exposed": "launches that ops do not hide",
-        "overlap_exposed": "communication that ops do not hide",
-        "whole_loss_factor": "memory traffic of a whole vocabulary's loss",
-        "inside_efficiency": "bandwidth of collectives in a node",
-        "network_efficiency": "bandwidth of collectives between nodes",
-        "transfer_inside_efficiency": "bandwidth between stages in a node",
-        "transfer_network_efficiency": "bandwidth between stages on two nodes",
-        "collective_s": "start of a collective",
-        "optimizer_passes": "memory traffic of the optimizer step",
-        "iteration_s": "fixed time of an iteration",
-        "reductions": "time of all-reduces in a node",
-        "ops": "measured times of ops",
-        "messages": "measured times of messages",
-        "gaps": "measured gaps between ops",
-        "step": "measured time of the optimizer step",
-    }
-)
-"""Constants of times in answers."""
-
 
 class Move(NamedTuple):
     """A constant that is moved."""
@@ -84,7 +54,7 @@ def other_constants(contenders: Sequence[Ranked], model: CostModel, calibration:
     if isinstance(constants, HardwareEfficiency) and len(model.cluster.nodes) > 1 and not calibration.knows_network:
         widths = {name: width for name, width in widths.items() if name not in NETWORK}
         steps = (-log(FACTOR), log(FACTOR))
-        moves = [Move("network", step, moved(constants, NETWORK, step)) for step in steps]
+        moves = [Move("network", step, moved(constants, dict.fromkeys(NETWORK, step))) for step in steps]
     moves += moves_of(constants, widths)
     found = [_faster(contenders, model, *each) for each in zip(moves, _times(contenders, model, moves), strict=True)]
     yield from sorted(filter(None, found), key=lambda each: -each.change)
@@ -109,7 +79,7 @@ def moves_of(constants: Any, widths: Mapping[str, float]) -> Iterator[Move]:
             if not isinstance(value, tuple):
                 logarithm = min(logarithm, log(HIGHEST * most_of(each.name) / value))
             if sign * logarithm > 0:
-                yield Move(each.name, logarithm, moved(constants, names, logarithm))
+                yield Move(each.name, logarithm, moved(constants, dict.fromkeys(names, logarithm)))
 
 
 def _times(contenders: Sequence[Ranked], model: CostModel, moves: Sequence[Move]) -> Floats:
@@ -134,7 +104,8 @@ def _faster(contenders: Sequence[Ranked], model: CostModel, move: Move, times: F
         given = min(node.network.bandwidth * node.num_network_cards for node in model.cluster.nodes)
         words = f"{bandwidth_text(given * exp(move.logarithm))} a node, not {bandwidth_text(given)}"
     else:
-        words = f"{WORDS[move.name]} {expm1(move.logarithm):+.0%}"
+        (declared,) = (each for each in fields(move.constants) if each.name == move.name)
+        words = f"{declared.metadata['words']} {expm1(move.logarithm):+.0%}"
     # Some differ only in the schedule or recomputation.
     changed = layout_text(other) if other.layout != first.layout else difference_text(other, first)
     on_profile = "On the profile: " if isinstance(move.constants, ProfileFactors) else ""

@@ -181,7 +181,7 @@ def log_slopes(
     models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Any, names: Sequence[str]
 ) -> Floats:
     """Return the change of the logarithms of times with the logarithm of each named constant: [n, p]."""
-    logs = np.log(times_with(models, strategies, [constants, *(moved(constants, [name], STEP) for name in names)]))
+    logs = np.log(times_with(models, strategies, [constants, *(moved(constants, {name: STEP}) for name in names)]))
     return np.asarray((logs[1:] - logs[0]).T / STEP)
 
 

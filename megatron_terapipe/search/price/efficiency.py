@@ -5,8 +5,9 @@ kernels on each generation of devices, relative to an A100.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,16 @@ def carried_by_network(num_ranks: ScalarOrArray, num_nodes: ScalarOrArray) -> Sc
     return np.where(np.equal(num_nodes, 2), 0.5, (num_ranks - 1) / num_ranks)
 
 
+def constant(default: float | tuple[float, ...], width: float, words: str = "") -> Any:
+    """Declare a constant, or a row of them, that calibration may fit; those without a declaration are never fitted.
+
+    Args:
+        width: standard deviation of its logarithm before any trial was seen.
+        words: what it is, in answers.
+    """
+    return field(default=default, metadata={"width": width, "words": words})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareEfficiency:
     """Constants of the cost model. None of them belongs to a strategy, a model or a row of a table.
@@ -83,60 +94,60 @@ class HardwareEfficiency:
       A100, H100, H200, B200 and GB200, with a mean error of 13 to 17 % (`python -m benchmarks.kernel_efficiency`).
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
     - `fused_attention`: the speed of the kernels outside of training.
-    - the rest are guesses with wide priors (`learn/priors.py`).
+    - the rest are guesses with wide priors.
     """
 
-    gemm_efficiency: float = 0.78
+    gemm_efficiency: float = constant(0.78, 0.15, "speed of large products")
     """Share of the peak that large matrix products reach on an A100."""
     gemm_depth: float = 60.0
     """Inputs of a product at which half its time is prologue and epilogue of the tiles."""
-    gemm_area: float = 1.0e6
+    gemm_area: float = constant(1.0e6, 0.7, "size of a product that fills a device")
     """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
-    attention_efficiency: float = 0.42
+    attention_efficiency: float = constant(0.42, 0.4, "speed of attention written out")
     """Share of the peak that batched products of scores and values reach."""
-    fused_attention: float = 1.0
+    fused_attention: float = constant(1.0, 0.2, "speed of fused attention")
     """Speed of fused kernels of attention in training, relative to the kernel outside of training."""
-    misaligned_efficiency: float = 0.1
+    misaligned_efficiency: float = constant(0.1, 0.5, "speed of attention with odd head sizes")
     """Relative speed of attention with a head size that no tensor core can read (not a multiple of 8 numbers of 2
     bytes; NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1)."""
-    memory_efficiency: float = 0.85
+    memory_efficiency: float = constant(0.85, 0.25, "memory bandwidth of element-wise work")
     """Share of the memory bandwidth that element-wise work reaches on an A100."""
-    launch_s: float = 30e-6
+    launch_s: float = constant(30e-6, 0.7, "host time of a launch")
     """Host time of one launch, its share of Python and of autograd included."""
-    launch_jitter: float = 0.1
+    launch_jitter: float = constant(0.1, 0.7, "delays between hosts of tensor-parallel ranks")
     """Delay of a host, as a share of its launches, for each doubling of the tensor-parallel ranks that wait for each
     other."""
-    launch_exposed: float = 0.1
+    launch_exposed: float = constant(0.1, 1.0, "launches that ops do not hide")
     """Share of the shorter of launching and computing that the longer does not hide; 1 where the host waits for each
     kernel (CUDA_LAUNCH_BLOCKING)."""
-    overlap_exposed: float = 0.1
+    overlap_exposed: float = constant(0.1, 1.0, "communication that ops do not hide")
     """Exposed share of reductions and gathers under ops, as they take multiprocessors and memory bandwidth from the
     ops."""
-    whole_loss_factor: float = 1.0
+    whole_loss_factor: float = constant(1.0, 0.7, "memory traffic of a whole vocabulary's loss")
     """Memory traffic of the loss where one rank has the whole vocabulary, relative to ranks that share it."""
-    inside_efficiency: float = 0.75
+    inside_efficiency: float = constant(0.75, 0.2, "bandwidth of collectives in a node")
     """Share of a link inside a node that collectives reach."""
-    network_efficiency: float = 0.5
+    network_efficiency: float = constant(0.5, 0.7, "bandwidth of collectives between nodes")
     """Share of a network card that collectives reach."""
-    transfer_inside_efficiency: float = 0.18
+    transfer_inside_efficiency: float = constant(0.18, 0.5, "bandwidth between stages in a node")
     """Share of a link inside a node that it reaches: it takes few of its lanes at once."""
-    transfer_network_efficiency: float = 0.8
+    transfer_network_efficiency: float = constant(0.8, 0.3, "bandwidth between stages on two nodes")
     """Share of a network card that one message between stages reaches."""
     host_efficiency: float = 0.8
     """Share of the link between a device and its host's page-locked memory that copies reach."""
-    collective_s: float = 10e-6
+    collective_s: float = constant(10e-6, 0.7, "start of a collective")
     """Start of a collective, in addition to the latency of its links."""
     collective_fill_s: float = 28e-6
     """Time for which the chunks of a large message fill the ring, in each round (`links.FILLING_BYTES`)."""
     transfer_s: float = 30e-6
     """Start of a message between stages, in addition to the latency of its link."""
-    optimizer_passes: float = 1.8
+    optimizer_passes: float = constant(1.8, 0.3, "memory traffic of the optimizer step")
     """Number of times that the optimizer step reads or writes the state of a parameter."""
     op_s: float = 0.0
     """Gap of the executor between two ops of a rank."""
-    iteration_s: float = 0.003
+    iteration_s: float = constant(0.003, 1.0, "fixed time of an iteration")
     """Fixed time of an iteration, whatever its size."""
-    reductions: tuple[float, ...] = (1.0,) * NUM_REDUCTION_FACTORS
+    reductions: tuple[float, ...] = constant((1.0,) * NUM_REDUCTION_FACTORS, 0.25, "time of all-reduces in a node")
     """Seconds of reductions inside a node, relative to the formula; by ranks and bytes (`reduction_factor`)."""
 
 
@@ -234,15 +245,19 @@ def reachable_bandwidth(device: Device) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileFactors:
-    """Seconds in training per second of the profile."""
+    """Seconds in training per second of the profile.
 
-    ops: float = 1.0
+    Widths are guesses. That of ops is wide enough for two ranks on the cores of one, that of messages for collectives
+    that wait for a busy processor.
+    """
+
+    ops: float = constant(1.0, 0.4, "measured times of ops")
     """Of the ops of layers."""
-    messages: float = 1.0
+    messages: float = constant(1.0, 0.8, "measured times of messages")
     """Of collectives and of messages between stages, beyond the latency of their links."""
-    gaps: float = 1.0
+    gaps: float = constant(1.0, 0.7, "measured gaps between ops")
     """Of the gaps of the executor between two ops of a rank."""
-    step: float = 1.0
+    step: float = constant(1.0, 0.5, "measured time of the optimizer step")
     """Of the end of an iteration: the optimizer, and the fixed time of an iteration."""
 
     def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:

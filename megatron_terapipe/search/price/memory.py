@@ -32,7 +32,7 @@ from megatron_terapipe.search.price.activations import (
     rank_order,
     steady_micro_batches,
 )
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, constant
 from megatron_terapipe.search.price.layer_times import ScalarOrArray, key_heads
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy, stage_ops
 from megatron_terapipe.search.price.workload import Layer, Workload
@@ -105,19 +105,19 @@ def _widest_window(kinds: Sequence[Layer], counts: Floats) -> int | None:
 class MemoryOverheads:
     """Constants of the memory model. None of them belongs to a strategy, a model or a row of a table."""
 
-    framework_bytes: float = 3.0e9
+    framework_bytes: float = constant(3.0e9, 0.7)
     """On each device: context, workspaces of libraries, the communicator of all ranks, and kernels, all of them loaded
     at the start (`CUDA_MODULE_LOADING=EAGER`; more than 1 GB, https://github.com/pytorch/pytorch/issues/107667). An
     estimate."""
-    communicator_bytes: float = 0.5e9
+    communicator_bytes: float = constant(0.5e9, 0.7)
     """Buffers of the communicators of one axis that a rank is in, whatever it sends. An estimate; on a GPU of
     vLLM took 1.0 GB (https://github.com/vllm-project/vllm/pull/46234). Messages have little: two channels of 9.2 MiB
     for each communicator that receives (`MESSAGE_CTAS`, sizes in NCCL's `device.h`)."""
-    state_factor: float = 1.02
+    state_factor: float = constant(1.02, 0.03)
     """Memory taken for a byte of weights, gradients and optimizer state."""
-    activation_factor: float = 1.06
+    activation_factor: float = constant(1.06, 0.08)
     """Memory taken for a byte that is allocated and freed in an iteration, with fragmentation."""
-    working_factor: float = 1.0
+    working_factor: float = constant(1.0, 0.5)
     """Bytes that an op holds while it runs, in those that its formula counts."""
     usable_share: float = 1.0
     """Part of a device's memory that predictions may fill; a strategy that needs more does not fit."""

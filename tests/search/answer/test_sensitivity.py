@@ -5,9 +5,9 @@ from math import log
 
 import pytest
 
-from megatron_terapipe.search.answer.sensitivity import FACTOR, WORDS, moves_of, other_constants, widths_of
+from megatron_terapipe.search.answer.sensitivity import FACTOR, moves_of, other_constants, widths_of
 from megatron_terapipe.search.learn.calibration import NETWORK, no_calibration
-from megatron_terapipe.search.learn.priors import PRIOR_WIDTHS, moved
+from megatron_terapipe.search.learn.priors import moved
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
@@ -49,7 +49,7 @@ def test_a_bandwidth_that_decides_is_found() -> None:
     (change,) = (each for each in found if each.name == "network")
     assert change.strategy == contenders[1].strategy.to_json()
     assert isinstance(change.value, float) and log(1 + change.value) == pytest.approx(step)
-    then = pricing.cost_model.with_constants(moved(pricing.cost_model.efficiency, NETWORK, step))
+    then = pricing.cost_model.with_constants(moved(pricing.cost_model.efficiency, dict.fromkeys(NETWORK, step)))
     first, second = (then.predict_time(entry.strategy).iteration_time_s for entry in contenders)
     assert change.iteration_time_s == pytest.approx(second) and change.change == pytest.approx(1 - second / first)
     assert " Gbit/s a node, not " in change.line and f"is {first / second - 1:.0%} faster" in change.line
@@ -78,12 +78,13 @@ BOTH = (True, False)
 
 
 def test_constants_have_words() -> None:
-    times = {each.name for of in (HardwareEfficiency, ProfileFactors) for each in fields(of)}
-    assert WORDS.keys() == times & PRIOR_WIDTHS.keys()
+    declared = [each.metadata for of in (HardwareEfficiency, ProfileFactors) for each in fields(of)]
+    assert sum("width" in each for each in declared) == 23
+    assert all(each["words"] for each in declared if "width" in each)
 
 
 def test_shares_stay_shares() -> None:
-    efficiency = moved(HardwareEfficiency(), ["gemm_efficiency"], 0.13)
+    efficiency = moved(HardwareEfficiency(), {"gemm_efficiency": 0.13})
     widths = widths_of(efficiency, no_calibration())
     for name, logarithm, constants in moves_of(efficiency, widths):
         assert getattr(constants, name) != getattr(efficiency, name) and constants.gemm_efficiency < 1

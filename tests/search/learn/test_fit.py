@@ -1,16 +1,15 @@
 """Constants of time from measured runs, and the groups that runs fall into."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_terapipe.search.learn.fit import OFFSETS, Fitted, GroupEffects, Sample, fit
-from megatron_terapipe.search.learn.priors import PRIOR_WIDTHS, Prior
+from megatron_terapipe.search.learn.priors import Prior
 from megatron_terapipe.search.learn.trials import Trial
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
-from megatron_terapipe.search.price.memory import MemoryOverheads
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.strategy import Strategy
 from tests.search.learn.synthetic import measured, model_with, trial
 from tests.search.price.machines import strategy
@@ -56,12 +55,6 @@ def sample() -> Sample:
 @pytest.fixture(scope="module")
 def fitted(sample: Sample) -> Fitted:
     return fit(sample, PRIOR)
-
-
-def test_each_width_is_of_one_constant() -> None:
-    kinds = (HardwareEfficiency, MemoryOverheads, ProfileFactors)
-    declared = [each.name for kind in kinds for each in fields(kind)]
-    assert [declared.count(name) for name in PRIOR_WIDTHS] == [1] * len(PRIOR_WIDTHS)
 
 
 def test_strategies_without_trials_are_predicted(fitted: Fitted) -> None:

@@ -155,7 +155,7 @@ def test_the_closed_form_with_many_constants(software: Software, schedule: str) 
     assert ratio == pytest.approx(1, rel=0.1)
     single = [one.pipeline_parallel_size == 1 for one in members]
     assert ratio[single] == pytest.approx(1, rel=1e-9)
-    constants = [moved(efficiency, [name], 0.1) for name in Prior.of(efficiency).names]
+    constants = [moved(efficiency, {name: 0.1}) for name in Prior.of(efficiency).names]
     one_by_one = np.array([times_with(models, members, [each])[0] for each in constants])
     assert times_with(models, members, constants) == pytest.approx(one_by_one, rel=1e-12)
 
