@@ -15,7 +15,7 @@ DEMO := runs/demo
 # Pages are read and written by two processes; what was read is kept beside the site, not in it.
 SITE = $(BIN)/sphinx-build --quiet -c docs -d build/pages -j 2
 # What has strict types: of the search all but `price` and `rank`, which newer stubs of numpy fault.
-TYPED := deepspeed_ext/plan $(addprefix megatron_terapipe/,command config doctor planning.py arguments page run_report search strategy.py dimensions.py devices.py console.py texts.py)
+TYPED := deepspeed_ext/plan $(addprefix megatron_terapipe/,command config doctor launch planning.py arguments page run_report search strategy.py dimensions.py devices.py console.py texts.py)
 # To compile what is never imported would take most of pip's time, on one core.
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 SOURCES := deepspeed_ext megatron_terapipe benchmarks docs tests examples pretrain_gpt.py setup.py

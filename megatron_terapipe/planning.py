@@ -51,7 +51,7 @@ def stated_ranks(config: Config) -> int | None:
 def slots_of_hosts(path: str, flag: str) -> list[int]:
     """Return the slots of each host of a hostfile."""
     # Imported where a hostfile is named: the search is not needed otherwise.
-    from megatron_terapipe.search.machine.hostfile import parse_hostfile
+    from megatron_terapipe.launch.hostfile import parse_hostfile
 
     text = read_text(path, flag)
     with errors_in(flag):
@@ -154,8 +154,8 @@ def _nodes_of(device: str, devices: int, count: int, described: str) -> "Cluster
 
 def named_cluster(path: str | None, world_size: int) -> "Cluster":
     """Return the cluster that `--cluster` names, or the default one with room for all ranks."""
+    from megatron_terapipe.launch.hostfile import is_hostfile
     from megatron_terapipe.search.machine.cluster_files import read_cluster
-    from megatron_terapipe.search.machine.hostfile import is_hostfile
 
     if path is None:
         return _nodes_of(DEVICE, DEVICES_OF_A_NODE, -(-world_size // DEVICES_OF_A_NODE), "default")

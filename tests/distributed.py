@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
 
-from megatron_terapipe.search.machine.launcher import free_port
+from megatron_terapipe.launch.launcher import free_port
 
 # Children are forked from a server that has imported the heavy packages once.
 fork_server = multiprocessing.get_context("forkserver")

@@ -17,7 +17,7 @@ BUDGET_S = {
     **{"training": 220, "runtime": 165, "search": 165, "end_to_end": 140, "documents": 105, "plan": 105},
     **{"checkpoint": 80, "huggingface": 80, "examples": 55, "model": 52, "gpu": 38, "planning": 30, "data": 22},
     **{"benchmarks": 17, "packaging": 15, "command": 12, "doctor": 12, "arguments": 10, "faults": 10, "config": 5},
-    **{"inference": 5, "neox": 5, "docs": 5, "run_report": 5},
+    **{"inference": 5, "neox": 5, "docs": 5, "run_report": 5, "launch": 5},
 }
 """Seconds of workers by folder, as measured with three workers on two cores: seven and a half minutes of each."""
 

@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_terapipe.command.main import COMMANDS
-from megatron_terapipe.search.machine.launcher import free_port
+from megatron_terapipe.launch.launcher import free_port
 from tests.distributed import fork_server
 from tests.end_to_end.launching import TIMEOUT_S, environment
 

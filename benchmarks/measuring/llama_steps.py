@@ -21,7 +21,7 @@ from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attenti
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.flops import balanced_token_slices, iteration_flops
 from megatron_terapipe.config.presets import find_preset
-from megatron_terapipe.search.machine.launcher import free_port
+from megatron_terapipe.launch.launcher import free_port
 from megatron_terapipe.training.run import peak_tflops_here
 from megatron_terapipe.training.trainer import sample_heads
 

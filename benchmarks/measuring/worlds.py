@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.search.machine.launcher import free_port
+from megatron_terapipe.launch.launcher import free_port
 
 
 class RankFailed(RuntimeError):

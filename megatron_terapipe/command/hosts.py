@@ -18,7 +18,7 @@ from deepspeed_ext.runtime.cuda_environment import visible_devices, will_use_cud
 from deepspeed_ext.runtime.launch import is_this_host
 from megatron_terapipe.doctor.facts import environment_lines, line_that_changes
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.hostfile import parse_hostfile
+from megatron_terapipe.launch.hostfile import parse_hostfile
 
 HERE = "localhost"
 """Name of this machine where there is no hostfile."""

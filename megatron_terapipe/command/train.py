@@ -103,7 +103,7 @@ def launch_command(
     Args:
         words: of the trainer; the first may be a program in place of pretrain_gpt.py.
     """
-    from megatron_terapipe.search.machine.launcher import free_port, remote_words
+    from megatron_terapipe.launch.launcher import free_port, remote_words
 
     flags, program = dict(flags), [*([] if _has_program(words) else [trainer_file()]), *words]
     # Ranks take their place from variables, which every launcher sets. The log of the launcher, which repeats the
@@ -152,7 +152,7 @@ def _shows_devices(variables: Mapping[str, str]) -> bool:
 
 def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the launcher, without the variables of a rank."""
-    from megatron_terapipe.search.machine.launcher import OF_A_LAUNCHER
+    from megatron_terapipe.launch.launcher import OF_A_LAUNCHER
 
     variables = {name: value for name, value in variables.items() if name not in OF_A_LAUNCHER}
     if "hostfile" not in flags:

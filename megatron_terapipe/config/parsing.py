@@ -104,10 +104,19 @@ def check_host_name(text: str, where: str) -> str:
     """Return a host name."""
     if not is_host_name(text):
         raise ConfigError(
-            f"{where}: {json.dumps(text)[:60]} is not a host name: write letters, digits, '-', '_' and '.', of "
+            f"{where}: {short(text)} is not a host name: write letters, digits, '-', '_' and '.', of "
             "which the first is not '-', or an address"
         )
     return text
+
+
+def short(value: object) -> str:
+    """Return a value for an error: its JSON, truncated to 60 characters."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_address(text: str) -> bool:

@@ -96,7 +96,7 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
 
     if hostfile is None:
         return (Host(name=THIS_MACHINE),)
-    from megatron_terapipe.search.machine.hostfile import parse_hostfile
+    from megatron_terapipe.launch.hostfile import parse_hostfile
 
     listed = parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)
     return tuple(Host(name=each.name, slots=each.slots) for each in listed if each.slots)

@@ -28,7 +28,7 @@ OWN_READERS = {
     "megatron_terapipe/run_report/__main__.py": "the first bytes of a file",
     "megatron_terapipe/run_report/own_report.py": "the last bytes of its own metrics file",
     "megatron_terapipe/search/answer/trial_command.py": "output of its own trials",
-    "megatron_terapipe/search/machine/supervisor.py": "/proc",
+    "megatron_terapipe/launch/supervisor.py": "/proc",
     "megatron_terapipe/search/measure/layers.py": "/proc",
     "deepspeed_ext/runtime/health/processes.py": "/proc",
     "deepspeed_ext/runtime/saved_files.py": "checkpoints by torch, after a check of their size",

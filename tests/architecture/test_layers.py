@@ -26,7 +26,7 @@ def search(*folders: str) -> tuple[str, ...]:
     """Modules that those with access to some folders of the search may import."""
     return (
         *(*PLAN, *CONFIG),
-        *(f"megatron_terapipe.{name}" for name in ("devices", "strategy", "dimensions", "texts")),
+        *(f"megatron_terapipe.{name}" for name in ("devices", "strategy", "dimensions", "texts", "launch")),
         *(f"megatron_terapipe.search.{folder}" for folder in folders),
     )
 
@@ -126,6 +126,7 @@ LAYERS = (
         ),
         ("torch", "deepspeed.pipe"),
     ),
+    Layer(("megatron_terapipe.launch", "megatron_terapipe.launch.*"), (*PLAN, *CONFIG)),
     # The search, bottom first. scipy, rich and yaml are imported within functions: it must start at once.
     Layer(("megatron_terapipe.search",)),
     Layer(
@@ -176,7 +177,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.doctor.*",),
         (
-            *(*PLAN, *CONFIG, "megatron_terapipe.search.machine.hostfile", "megatron_terapipe.console"),
+            *(*PLAN, *CONFIG, "megatron_terapipe.launch", "megatron_terapipe.console"),
             *("deepspeed_ext.runtime.cuda_environment", "deepspeed_ext.runtime.launch"),
             *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe")),
         ),

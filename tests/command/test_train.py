@@ -47,7 +47,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         # Set first, so that values set by a test are taken back.
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    monkeypatch.setattr("megatron_terapipe.search.machine.launcher.free_port", lambda: 20000)
+    monkeypatch.setattr("megatron_terapipe.launch.launcher.free_port", lambda: 20000)
 
 
 def test_flags_of_the_launcher_may_be_anywhere_and_in_either_spelling() -> None:

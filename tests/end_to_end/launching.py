@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from megatron_terapipe.command.train import RUNNER
-from megatron_terapipe.search.machine.launcher import free_port
+from megatron_terapipe.launch.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"

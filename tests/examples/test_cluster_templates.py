@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.search.machine.hostfile import parse_hostfile
+from megatron_terapipe.launch.hostfile import parse_hostfile
 from megatron_terapipe.training.run_summary import dry_run
 from tests.architecture.sources import ROOT
 

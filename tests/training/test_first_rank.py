@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.health.rank_watch import RankWatch
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import SearchError
-from megatron_terapipe.search.machine.launcher import free_port
+from megatron_terapipe.launch.launcher import free_port
 from megatron_terapipe.training.first_rank import FirstRank, _received
 
 SIZE = 3

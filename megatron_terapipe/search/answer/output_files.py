@@ -18,13 +18,13 @@ from deepspeed_ext.plan.text_files import permit_to_run, write_text
 from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.launch.hostfile import Host, hostfile_text
+from megatron_terapipe.launch.launcher import SHELL_CHECK, remote_words
 from megatron_terapipe.search.answer.answer import document_text, runners_up
 from megatron_terapipe.search.answer.json_documents import Document, LaunchPart, RankDocument
 from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.answer.what_if import FOUND_ORDER
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
-from megatron_terapipe.search.machine.hostfile import hostfile_text
-from megatron_terapipe.search.machine.launcher import SHELL_CHECK, remote_words
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
@@ -111,7 +111,7 @@ class Launch:
         script.append(f'"${{launch[@]}}" "$trainer" {_quoted(self.trainer_flags("$here"))} $data "$@"\n')
         contents = {
             "strategy.json": json.dumps(self.strategy.to_json(), indent=2) + "\n",
-            "hostfile": hostfile_text(self.nodes),
+            "hostfile": hostfile_text(Host(node.name, node.num_devices) for node in self.nodes),
             "ds_config.json": json.dumps(self.deepspeed, indent=2) + "\n",
             "launch.sh": "".join(script),
         }

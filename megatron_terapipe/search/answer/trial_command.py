@@ -23,6 +23,7 @@ import numpy as np
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.launch.launcher import free_port, launcher, remote_words, supervised, variables
 from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.flags import (
@@ -41,7 +42,6 @@ from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.learn.trials import GIBIBYTE, Trial, read_trials
 from megatron_terapipe.search.learn.validation import relative_errors, spearman, top1_regret
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
-from megatron_terapipe.search.machine.launcher import free_port, launcher, remote_words, supervised, variables
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.price_document import PredictedPart
 from megatron_terapipe.search.price.workload import Workload

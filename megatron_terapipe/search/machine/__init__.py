@@ -1,3 +1,3 @@
-"""Clusters, devices, trainers, and the launch of programs on hosts."""
+"""Clusters, devices and trainers, and the files that describe them."""
 
 __all__ = ["cluster", "cluster_files"]

@@ -15,8 +15,8 @@ from megatron_terapipe.errors import ConfigError
 
 __all__ = ["Cluster", "HostMemory", "Link", "Node"]
 
-MOST_NODES, MOST_DEVICES = 100_000, 1024
-"""Nodes of one entry of a file, and devices of a node: more would be a typing error."""
+MOST_NODES = 100_000
+"""Nodes of one entry of a file: more would be a typing error."""
 
 MOST_DEVICES_OF_CLUSTER = 1_000_000
 """Devices of all nodes: several times as many as the largest machines have."""

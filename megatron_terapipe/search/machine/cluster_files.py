@@ -16,9 +16,9 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.parsing import check_host_name
 from megatron_terapipe.devices import GENERATION_NAMES, Device
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.launch.hostfile import MOST_SLOTS, hostfile_notes, is_hostfile, parse_hostfile
 from megatron_terapipe.search.machine import library
 from megatron_terapipe.search.machine.cluster import (
-    MOST_DEVICES,
     MOST_DEVICES_OF_CLUSTER,
     MOST_NODES,
     Cluster,
@@ -43,7 +43,6 @@ from megatron_terapipe.search.machine.entries import (
     read_entry,
     short_for,
 )
-from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
 from megatron_terapipe.search.machine.library import FOR_ANY_DEVICE, GIGABIT, GIGABYTE, MACHINES
 
 __all__ = ["parse_cluster", "read_cluster", "read_cluster_with_notes"]
@@ -114,7 +113,7 @@ def _is_line_rate(gigabits: float) -> bool:
 
 
 NodeCount = Annotated[int, Field(ge=1, le=MOST_NODES)]
-DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+DeviceCount = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
 
 
 def _link(value: object) -> object:

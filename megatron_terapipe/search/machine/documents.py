@@ -1,6 +1,5 @@
 """Input files of the search as plain objects, and the parts of errors about their values."""
 
-import json
 from collections.abc import Iterable
 
 from deepspeed_ext.plan.terminal import nearest
@@ -33,12 +32,3 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     lowered = {each.lower(): each for each in known}
     found = nearest(name, lowered)
     return f"did you mean {lowered[found]}?" if found else f"choose among {', '.join(lowered.values())}"
-
-
-def short(value: object) -> str:
-    """Return a value for an error: its JSON, truncated to 60 characters."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -18,8 +18,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from megatron_terapipe.config.parsing import short
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.documents import short, suggestion
+from megatron_terapipe.search.machine.documents import suggestion
 
 MOST = 10**15
 """Whole numbers are at most this: more is a typing error, and floats are exact up to it."""

@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
+from megatron_terapipe.config.parsing import short
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.documents import read_document, short, suggestion
+from megatron_terapipe.search.machine.documents import read_document, suggestion
 from megatron_terapipe.search.machine.entries import Entry, FlopsRate, Text, fault, place, read_entry
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainers import SOFTWARE

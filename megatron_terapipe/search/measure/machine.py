@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.cuda_environment import expect_cpu
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.launcher import free_ports
+from megatron_terapipe.launch.launcher import free_ports
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes
 from megatron_terapipe.search.price.profile import Profile, ProfiledEngine
 from megatron_terapipe.strategy import Strategy

@@ -20,8 +20,8 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.runtime.launch import is_this_host
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.hostfile import parse_hostfile
-from megatron_terapipe.search.machine.launcher import free_port, launcher, remote_words, supervised, variables
+from megatron_terapipe.launch.hostfile import parse_hostfile
+from megatron_terapipe.launch.launcher import free_port, launcher, remote_words, supervised, variables
 from megatron_terapipe.search.measure.machine import Progress, engine_here, measure_together
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
 from megatron_terapipe.search.price.profile import Profile, parse_profile, profile_to_json

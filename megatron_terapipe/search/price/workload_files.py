@@ -11,11 +11,12 @@ from pydantic import Field, create_model, model_validator
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import field_texts, read_text
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.parsing import short
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, is_model_folder
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile, refuse_experts
-from megatron_terapipe.search.machine.documents import parse_text, short, suggestion
+from megatron_terapipe.search.machine.documents import parse_text, suggestion
 from megatron_terapipe.search.machine.entries import MOST, Count, CountOrNone, Entry, Text, fault, place, read_entry
 from megatron_terapipe.search.price.workload import (
     IMBALANCE,

@@ -7,7 +7,7 @@ import json
 import os
 
 from deepspeed_ext.runtime.cuda_environment import compared_variables, prepare_cuda_environment
-from megatron_terapipe.search.machine.supervisor import VARIABLE
+from megatron_terapipe.launch.supervisor import VARIABLE
 
 if __name__ == "__main__":
     variables = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}

@@ -19,7 +19,7 @@ PROGRAM = "trap '' TERM HUP PIPE; while :; do sleep 0.1; done"
 
 ASKS = """
 import sys
-from megatron_terapipe.search.machine.launcher import supervised
+from megatron_terapipe.launch.launcher import supervised
 hosts, program = sys.argv[1:]
 launch = f'pdsh -S -R ssh -w {hosts} "export PYTHON_LAUNCH_MARK=$PYTHON_LAUNCH_MARK; exec sh -c \\\\"{program}\\\\""'
 with supervised(["sh", "-c", launch], hosts.split(",")) as process:

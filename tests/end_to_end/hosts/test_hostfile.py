@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES, VARIABLES
-from megatron_terapipe.search.machine.supervisor import VARIABLE
+from megatron_terapipe.launch.supervisor import VARIABLE
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.hosts import cuda_variables
 from tests.end_to_end.hosts.network import Network

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
-from megatron_terapipe.search.machine.launcher import free_port
+from megatron_terapipe.launch.launcher import free_port
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import DEEPSPEED, Launch, error_lines, flags, read_metrics
 from tests.faults.campaign import Ending, Outcome, Settings, ending, together

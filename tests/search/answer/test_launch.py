@@ -20,9 +20,9 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES
+from megatron_terapipe.launch.launcher import remote_words, variables
 from megatron_terapipe.search.answer.output_files import Launch, launch_of, model_flags, nodes_in_order
 from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
-from megatron_terapipe.search.machine.launcher import remote_words, variables
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config

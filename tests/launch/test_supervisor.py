@@ -13,8 +13,8 @@ import pytest
 
 from deepspeed_ext.runtime.cuda_environment import VARIABLES
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine import launcher, supervisor
-from megatron_terapipe.search.machine.launcher import LISTENING_PORTS, free_port, free_ports, supervised
+from megatron_terapipe.launch import launcher, supervisor
+from megatron_terapipe.launch.launcher import LISTENING_PORTS, free_port, free_ports, supervised
 from tests.end_to_end.launching import environment
 
 PERSISTENT = """
@@ -32,7 +32,7 @@ time.sleep(600)
 CALLER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs started in the background ignore Ctrl-C
-from megatron_terapipe.search.machine.launcher import supervised
+from megatron_terapipe.launch.launcher import supervised
 with supervised([sys.executable, "-c", sys.argv[1], sys.argv[2]]) as process:
     process.wait()
 """

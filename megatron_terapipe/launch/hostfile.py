@@ -10,14 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from megatron_terapipe.config.parsing import check_host_name
+from megatron_terapipe.config.parsing import check_host_name, short
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.cluster import MOST_DEVICES, Node
-from megatron_terapipe.search.machine.documents import short
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)(.*)")
 _YAML = re.compile(r"-\s|[\w-]+:(\s|$)")
 _NOT_HOSTFILES = (".json", ".yaml", ".yml")
+
+MOST_SLOTS = 1024
+"""Devices of a host, at most: more would be a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
         if match[1] in hosts:
             raise ConfigError(f"{where} names host {match[1]} again: keep one line")
         # The length first: Python does not read numbers of thousands of digits.
-        if len(match[2].lstrip("0")) > 9 or int(match[2]) > MOST_DEVICES:
-            more = f"has {short(match[2])} slots, more than {MOST_DEVICES}"
+        if len(match[2].lstrip("0")) > 9 or int(match[2]) > MOST_SLOTS:
+            more = f"has {short(match[2])} slots, more than {MOST_SLOTS}"
             raise ConfigError(f"{where} {more}: give the devices of the host")
         hosts[match[1]] = Host(match[1], int(match[2]), match[3].strip())
     if not hosts:
@@ -77,9 +78,9 @@ def hostfile_notes(hosts: Iterable[Host]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def hostfile_text(nodes: Iterable[Node]) -> str:
-    """Return the hostfile of nodes, in their order."""
-    return "".join(f"{node.name} slots={node.num_devices}\n" for node in nodes)
+def hostfile_text(hosts: Iterable[Host]) -> str:
+    """Return the hostfile of hosts, in their order."""
+    return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
 
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine import supervisor
+from megatron_terapipe.launch import supervisor
 
 _WORD = re.compile(r"[\w@+=:,./ -]*")
 _PATTERN = re.compile(r"(--[\w-]+=)?[][\d,+()*A-Z|-]+")

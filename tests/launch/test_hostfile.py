@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_terapipe.config.parsing import is_host_name
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
+from megatron_terapipe.launch.hostfile import hostfile_notes, hostfile_text, is_hostfile, parse_hostfile
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_any_text_is_read_as_deepspeed_reads_it(lines: list[str]) -> None:
 
 def test_notes_about_words_without_effect() -> None:
     hosts = parse_hostfile("a slots=8 max_slots=16\nb slots=8 # ours\nc slots=0\n", "hostfile")
+    assert hostfile_text(hosts) == "a slots=8\nb slots=8\nc slots=0\n"
     assert hostfile_notes(hosts) == (
         "hosts without slots are not used: c",
         "the hostfile has max_slots=16 after the slots of a host, which DeepSpeed ignores",

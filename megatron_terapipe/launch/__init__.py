@@ -1,0 +1,1 @@
+"""Launches on hosts: hostfiles, DeepSpeed's launcher, and the end of all of its processes."""
