@@ -18,7 +18,7 @@ def most_of(name: str) -> float:
 
 
 def _named(constants: Any, name: str) -> dict[str, float]:
-    """Return the constant of a field by its name; those of a row as `name[index]`."""
+    """Return the constant of a field by its name, or the numbers of a row as `name[index]`."""
     value = getattr(constants, name)
     return {f"{name}[{index}]": one for index, one in enumerate(value)} if isinstance(value, tuple) else {name: value}
 

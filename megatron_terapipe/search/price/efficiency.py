@@ -65,7 +65,7 @@ def constant(default: float | tuple[float, ...], width: float, words: str = "") 
 
     Args:
         width: standard deviation of its logarithm before any trial was seen.
-        words: what it is, in answers.
+        words: its name in answers.
     """
     return field(default=default, metadata={"width": width, "words": words})
 
@@ -247,7 +247,7 @@ def reachable_bandwidth(device: Device) -> float:
 class ProfileFactors:
     """Seconds in training per second of the profile.
 
-    Widths are guesses. That of ops is wide enough for two ranks on the cores of one, that of messages for collectives
+    Widths are guesses: for ops, wide enough for two ranks on the cores of one; for messages, for collectives
     that wait for a busy processor.
     """
 
