@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.machine.cluster import Cluster
     from megatron_terapipe.search.price.cost_model import CostModel
     from megatron_terapipe.search.price.profile import Profile
-    from megatron_terapipe.search.price.workload import Dispatcher
     from megatron_terapipe.search.rank.token_slices import SolvedCut, TabulatedCosts
 
 
@@ -318,15 +317,17 @@ def with_dispatcher(config: Config, data_parallel_size: int) -> Config:
     """Return the configuration with the faster dispatcher for `--moe-token-dispatcher-type auto`; others as they are.
 
     Both are priced as the search prices them: bytes by class of link, rows that are held for nothing, and the wait
-    (`CostModel.dispatcher_of`).
+    (`CostModel.dispatched`).
     """
     if config.model.moe_token_dispatcher_type != AUTO or config.parallel.expert_model_parallel_size == 1:
         return config
-    dispatcher: Dispatcher = "alltoall"
+    sends_to_all = False
     if not config.expert_ranks_cut_apart:
         strategy = Strategy.of_config(config, data_parallel_size)
-        dispatcher = cost_model_of(config, strategy.world_size).dispatcher_of(strategy)
-    return replace(config, model=replace(config.model, moe_token_dispatcher_type=dispatcher))
+        experts = cost_model_of(config, strategy.world_size).dispatched(strategy).workload.experts
+        sends_to_all = experts is not None and experts.sends_to_all
+    model = replace(config.model, moe_token_dispatcher_type="allgather" if sends_to_all else "alltoall")
+    return replace(config, model=model)
 
 
 def check_schedule(schedule: ProvenSchedule, config: Config, micro_batches: Iterable[int]) -> str | None:
@@ -414,7 +415,8 @@ def _solved_stages(config: Config, cost_model: "CostModel", strategy: Strategy, 
 
     def costs_of_layers(layers: Sequence[int]) -> "TabulatedCosts":
         bounds = tuple(accumulate(map(int, layers), initial=0))
-        return TabulatedCosts.of(cost_model, replace(strategy, stage_partition=bounds), grid)
+        cut = replace(strategy, stage_partition=bounds, num_token_slices=count, token_slices=even.lengths)
+        return TabulatedCosts.of(cost_model, cut, grid)
 
     solved = solve_stages(
         shape,

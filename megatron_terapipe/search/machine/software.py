@@ -189,8 +189,6 @@ class Communication:
     DeepEP and HybridEP."""
     hidden_exchange: float = 0.0
     """Share of the exchanges of tokens that ops of other micro-batches hide."""
-    chooses_dispatcher: bool = False
-    """Whether `--moe-token-dispatcher-type auto` is the faster of `alltoall` and `allgather`; else it is `alltoall`."""
     overlaps_shared_experts: bool = False
     """Whether shared experts are computed while tokens travel to their experts and back."""
     reduction_bytes: int | None = None

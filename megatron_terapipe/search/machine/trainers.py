@@ -110,7 +110,6 @@ TERAPIPE = Software(
         overlaps_transfers=True,
         overlaps_gradient_reduction=True,
         sums_at_once=True,
-        chooses_dispatcher=True,
         overlaps_shared_experts=True,
     ),
     runs=WITH_PIPELINES,

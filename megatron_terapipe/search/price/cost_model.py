@@ -73,7 +73,7 @@ from megatron_terapipe.search.price.stages import (
     stage_ops,
 )
 from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs, turns_of
-from megatron_terapipe.search.price.workload import DISPATCHERS, Dispatcher, Workload
+from megatron_terapipe.search.price.workload import DISPATCHERS, Workload
 from megatron_terapipe.strategy import Strategy
 
 __all__ = ["CostModel", "Prediction", "Pricing"]
@@ -182,8 +182,7 @@ class CostModel:
         self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._table = ClusterTable.of(self.cluster)
         self._known_groups: dict[ParallelLayout, RankGroups] = {}
-        self._dispatched: dict[Dispatcher, CostModel] = {}
-        """The same with a dispatcher in place of `auto`."""
+        self._dispatched: list[CostModel] = []
 
     @property
     def constants(self) -> HardwareEfficiency | ProfileFactors:
@@ -202,24 +201,29 @@ class CostModel:
             op_times = replace(op_times, efficiency=constants)
         model = copy(self)
         model.efficiency, model.op_times = constants, op_times
-        model._known_ops, model._dispatched = {}, {}
+        model._known_ops, model._dispatched = {}, []
         model.prices = replace(self.prices, op_times=op_times, efficiency=constants)
         return model
 
-    def dispatcher_of(self, strategy: Strategy) -> Dispatcher:
-        """Return the dispatcher that the trainer takes for `auto`: the one with the shorter ops, on all stages."""
-        if strategy.expert_parallel_size == 1 or not self.software.communication.chooses_dispatcher:
-            return "alltoall"
+    def by_dispatcher(self, layout: ParallelLayout) -> Sequence["CostModel"]:
+        """Return the same with each dispatcher in place of `auto`; this one where there is nothing to choose."""
+        experts = self.workload.experts
+        if experts is None or experts.dispatcher != "auto" or layout.expert_parallel_size == 1:
+            return (self,)
+        for each in DISPATCHERS if not self._dispatched else ():
+            model = copy(self)
+            model.workload, model._known_ops = self.workload.dispatched_by(each), {}
+            model.prices = replace(self.prices, kinds=[kind.dispatched_by(each) for kind in self.counter.kinds])
+            self._dispatched.append(model)
+        return self._dispatched
+
+    def dispatched(self, strategy: Strategy) -> "CostModel":
+        """Return the same with the dispatcher of a run in place of `auto`: with the shorter ops, on all stages."""
+        models = self.by_dispatcher(strategy.layout)
+        if len(models) == 1:
+            return self
         placed = self.placed(strategy)
-
-        def seconds(dispatcher: Dispatcher) -> float:
-            if dispatcher not in self._dispatched:
-                self._dispatched[dispatcher] = model = copy(self)
-                kinds = [each.dispatched_by(dispatcher) for each in self.counter.kinds]
-                model.prices, model._known_ops = replace(self.prices, kinds=kinds), {}
-            return float(self._dispatched[dispatcher].stage_ops(placed)[[FORWARD, BACKWARD]].sum())
-
-        return min(DISPATCHERS, key=seconds)
+        return min(models, key=lambda model: float(model.stage_ops(placed)[[FORWARD, BACKWARD]].sum()))
 
     def predict_time(
         self,
@@ -482,6 +486,9 @@ class CostModel:
             stages: the stages to price; None = all.
             whole: the token slice that is the whole sequence; None = all T together are.
         """
+        model = self.dispatched(placed.strategy)
+        if model is not self:
+            return model.priced_stages(placed, sizes, key, stages=stages, whole=whole)
         counts = placed.counts.per_stage if stages is None else placed.counts.per_stage[stages]
         ranks = np.arange(len(counts)) if stages is None else np.array(stages)
 
@@ -624,10 +631,8 @@ class Pricing:
     def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:
         """Return the peak memory of each pipeline rank's device, without tensors that wait on hosts."""
         model, copies = self.memory_model, self.host_copies(strategy)
-        if self.workload.experts and self.workload.experts.dispatcher == "auto":
-            dispatcher = self.cost_model.dispatcher_of(strategy)
-            if dispatcher != "alltoall":  # as which `auto` is counted
-                model = replace(model, workload=self.workload.dispatched_by(dispatcher), _tokens={})
+        if (workload := self.cost_model.dispatched(strategy).workload) is not self.workload:
+            model = replace(model, workload=workload, _tokens={})
         return model.predict(strategy, copies=copies)
 
     def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:

@@ -9,7 +9,7 @@ One strategy is a grid of one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from megatron_terapipe.search.price.links import (
     reduce_scatter_s,
 )
 from megatron_terapipe.search.price.step import exposed_under
-from megatron_terapipe.search.price.workload import DISPATCHERS, Layer, Workload
+from megatron_terapipe.search.price.workload import Layer, Workload
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -196,8 +196,6 @@ class LayerPrices:
 
     def of_layer(self, query: LayerQuery, links: LayerLinks) -> StageOps:
         """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it."""
-        if self.communication.chooses_dispatcher and query.layer.experts and query.layer.experts.dispatcher == "auto":
-            return self._with_faster_dispatcher(query, links)
         efficiency, communication = self.efficiency, self.communication
         kernels = self.op_times(query)
         of_stage = query.again("stage")
@@ -267,17 +265,6 @@ class LayerPrices:
             np.maximum(without - reducing, 0.0),
             np.maximum(whole_forward + whole_backward - without, 0.0),
         )
-
-    def _with_faster_dispatcher(self, query: LayerQuery, links: LayerLinks) -> StageOps:
-        """Price the layer with `allgather` where the forward and backward are then shorter than with `alltoall`."""
-        exact, gathering = (replace(query, layer=query.layer.dispatched_by(each)) for each in DISPATCHERS)
-        usual = self.of_layer(exact, links)
-        there_and_back = [sum(self._there_and_back_s(each, links)) for each in (exact, gathering)]
-        if np.all(np.greater_equal(there_and_back[1], there_and_back[0])):
-            return usual  # each rank holds the rows of all ranks, for nothing
-        other = self.of_layer(gathering, links)
-        is_faster = other.forward + other.backward < usual.forward + usual.backward
-        return StageOps(*(np.where(is_faster, *each) for each in zip(other, usual, strict=True)))
 
     def _expert_exchange_s(
         self, query: LayerQuery, links: LayerLinks, kernels: LayerTimes

@@ -112,7 +112,9 @@ class OpTables:
                 sequence_parallel=on,
                 kept_keys=grid.kept_keys,
             )
-            ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
+            # A run has one dispatcher for all layers (`CostModel.dispatched`), no faster than the faster for each.
+            models = self._model.by_dispatcher(grid.layout)
+            ops = np.minimum.reduce([each.prices.ops(device, links, sizes)[:TENSOR_PARALLEL] for each in models])
             last = np.append(begins[1:], ops.shape[-1]) - 1
             parts = np.add.reduceat(ops, begins, axis=-1), ops[..., begins], ops[..., last]
             found.append(np.moveaxis(np.stack(parts)[:, :, :, of_pair], 3, -1))

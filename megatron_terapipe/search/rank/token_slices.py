@@ -14,7 +14,7 @@ on the arguments, not on time.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -283,7 +283,7 @@ class _Solver:
 
     def __post_init__(self) -> None:
         self._schedule = None if self.strategy.schedule == OPTIMISED else schedule_named(self.strategy.schedule)
-        self._tabulated = cache(partial(TabulatedCosts.of, self.cost_model, self.strategy))
+        self._tables = cache(TabulatedCosts.of)
         """Times of a grid, made once; so are the others."""
         self._for_gpipe, self._evaluation = cache(self._best_for_gpipe), cache(self._evaluation_of)
 
@@ -328,11 +328,18 @@ class _Solver:
     def _grid(self, count: int) -> CutGrid:
         return places_to_cut(self.cost_model.workload.seq_length, self.strategy, count, self.granularity)
 
+    def _tabulated(self, count: int) -> TabulatedCosts:
+        """Times with the dispatcher for so many token slices."""
+        grid = self._grid(count)
+        even = TokenSlices.uniform(grid.seq_length, count, granularity=grid.granularity)
+        cut = replace(self.strategy, num_token_slices=count, token_slices=even.lengths)
+        return self._tables(self.cost_model.dispatched(cut), self.strategy, grid)
+
     def _evaluation_of(self, count: int) -> CutEvaluation:
         shape = pipeline_shape(replace(self.strategy, num_token_slices=count, token_slices=None))
         shape = replace(shape, placement=self.model_chunk_placement)
         transfer = whole_messages(self.cost_model, self.strategy)
-        costs = self._tabulated(self._grid(count))
+        costs = self._tabulated(count)
         if self._schedule is not None:
             return ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
         return self._optimised(shape, costs, transfer)
@@ -353,7 +360,7 @@ class _Solver:
         strategy = self.strategy
         # A rank with several model chunks passes every micro-batch as often.
         passes, ranks = strategy.num_micro_batches * strategy.num_model_chunks, strategy.pipeline_parallel_size
-        costs = self._tabulated(grid).busiest_and_others(ranks)
+        costs = self._tabulated(count).busiest_and_others(ranks)
 
         def makespan(cut: TokenSlices) -> float:
             busiest, others = costs(range(2), *bounds_of(cut)).swapaxes(0, 1)

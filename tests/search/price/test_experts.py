@@ -130,16 +130,21 @@ def test_activation_casts_and_copies_inside_products_of_experts() -> None:
     assert found[False, "mxfp8"].forward - found[True, "mxfp8"].forward == pytest.approx(saved)
 
 
-def test_auto_is_the_faster_dispatcher_in_time_and_memory() -> None:
-    """Over a slow network all tokens go to both ranks, where eight experts of each would be sent more."""
-    model = replace(MODEL, moe_router_topk=8)
-    strategy = Strategy(data_parallel_size=2, expert_parallel_size=2, global_batch_size=4)
+@pytest.mark.parametrize("token_slices", [None, (32, 4064)])
+def test_auto_is_the_faster_dispatcher_in_time_and_memory(token_slices: tuple[int, ...] | None) -> None:
+    """Over a slow network all tokens go to both ranks, where eight experts of each would be sent more.
+
+    All token slices have one dispatcher, though a short one would be faster with the other.
+    """
+    model, count = replace(MODEL, moe_router_topk=8), len(token_slices or "1")
+    strategy = Strategy(data_parallel_size=2, expert_parallel_size=2, global_batch_size=4, num_token_slices=count)
+    strategy = replace(strategy, token_slices=token_slices)
     for gigabits, taken in ((1e6, "alltoall"), (0.1, "allgather")):
         network = Link(bandwidth=gigabits / 8 * 1e9, latency_s=1e-6)
         cluster = nodes(2, num_devices=1, num_network_cards=1, network=network)
         prices = {each: Pricing(gpt_workload(replace(model, moe_token_dispatcher_type=each)), cluster) for each in ALL}
         auto, *others = (prices[each].predict(strategy) for each in ALL)
-        assert prices["auto"].cost_model.dispatcher_of(strategy) == taken
+        assert prices["auto"].cost_model.dispatched(strategy).workload.experts.dispatcher == taken
         faster = min(others, key=lambda each: each.iteration_time_s)
         assert faster is others[ALL.index(taken) - 1] and others[0].memory != others[1].memory
         assert auto.iteration_time_s == pytest.approx(faster.iteration_time_s) and auto.memory == faster.memory
