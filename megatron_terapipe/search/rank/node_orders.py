@@ -2,14 +2,13 @@
 
 Nodes that are the same but for their names need no order among themselves, so an order is a sequence of node kinds.
 There are few of those on small clusters, and all are tried. On large ones nodes of a kind stay together, in every order
-of the kinds, because a stage that spans two kinds is as slow as the slower one and as small as the smaller one. A
-bounded local search around the best of these orders covers some of the others.
+of the kinds, because a stage that spans two kinds is as slow as the slower one and as small as the smaller one.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import permutations
 from math import factorial, prod
 
 from megatron_terapipe.search.machine.cluster import Cluster, Node
@@ -59,17 +58,6 @@ def node_orders(cluster: Cluster) -> list[Cluster]:
     return orders
 
 
-def better_order(cluster: Cluster, score: Callable[[Cluster], float], *, evaluations: int = 40) -> Cluster:
-    """Improve an order by exchanging runs of nodes, as long as that helps and evaluations are left."""
-    best, lowest, neighbours = cluster, score(cluster), _neighbours(cluster)
-    for _ in range(evaluations - 1):
-        if (neighbour := next(neighbours, None)) is None:
-            break
-        if (value := score(neighbour)) < lowest * (1 - 1e-9):
-            best, lowest, neighbours = neighbour, value, _neighbours(neighbour)
-    return best
-
-
 def placement_of(ordered: Cluster, cluster: Cluster, world_size: int) -> tuple[int, ...] | None:
     """Device of the cluster for each rank if ranks fill the same nodes in another order; None if both are equal."""
     if ordered.nodes == cluster.nodes:
@@ -110,19 +98,3 @@ def _families(kinds: Sequence[Sequence[Node]]) -> list[list[int]]:
         if kind not in families:
             families[min(sorted(leaders), key=lambda leader: abs(flops(leader) - flops(kind)))].append(kind)
     return [sorted(family) for family in families.values()]
-
-
-def _neighbours(cluster: Cluster) -> Iterator[Cluster]:
-    """Orders with two runs of nodes exchanged: neighbouring runs first, then single nodes at the borders of runs."""
-    nodes = cluster.nodes
-    keys = [kind_key(node) for node in nodes]
-    borders = [0, *(index for index in range(1, len(nodes)) if keys[index] != keys[index - 1]), len(nodes)]
-    runs = list(pairwise(borders))
-    for (start, middle), (_, end) in pairwise(runs):
-        yield replace(cluster, nodes=(*nodes[:start], *nodes[middle:end], *nodes[start:middle], *nodes[end:]))
-    for border in borders[1:-1]:
-        # A node of the run before moves after the next run, or the other way round.
-        end = next(each for each in borders if each > border)
-        start = max(each for each in borders if each < border)
-        yield replace(cluster, nodes=(*nodes[: border - 1], *nodes[border:end], nodes[border - 1], *nodes[end:]))
-        yield replace(cluster, nodes=(*nodes[:start], nodes[border], *nodes[start:border], *nodes[border + 1 :]))

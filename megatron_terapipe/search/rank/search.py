@@ -1,6 +1,6 @@
 """The best strategies of a space.
 
-    all --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked --refined
+    all --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked --cuts
 
 A strategy that fits the devices without the headroom cannot win. The fastest of these is found, to show the cost of the
 headroom.
@@ -10,8 +10,8 @@ request, a strategy. Strategies with the lowest estimates are simulated first, t
 strategy with a lower bound above the fastest is simulated only for its row: if its bound is below the last row and the
 best of its own, and at most `OF_A_ROW` of a row. Then `LEANER` variants of each row are simulated that are nearly as
 fast by their estimate and take less memory by its bound (`Ranked.sort_key`). If the effort does not suffice for all
-that may win, the result has the share of time that the best of those could save. Lengths of token slices, layers of
-stages and the order of nodes are then solved for the best (`refined`). The same question always has the same answer.
+that may win, the result has the share of time that the best of those could save. For the best, lengths of token slices
+are then solved (`with_solved_cuts`). The same question always has the same answer.
 """
 
 from collections import defaultdict
@@ -36,12 +36,10 @@ from megatron_terapipe.search.rank.grid_prices import (
     PricedGrid,
     price_space,
 )
-from megatron_terapipe.search.rank.grid_times import OpTables
-from megatron_terapipe.search.rank.node_orders import better_order, node_orders, placement_of
+from megatron_terapipe.search.rank.node_orders import node_orders, placement_of
 from megatron_terapipe.search.rank.rules import ProgressCallback, SearchCounts, broken_rule, no_progress
-from megatron_terapipe.search.rank.space import Choices, Row, SearchProblem, StrategyGrid
-from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
-from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+from megatron_terapipe.search.rank.space import Choices, Row, SearchProblem
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 __all__ = ["Ranked", "SearchResult", "predict_one", "ranked_in_order", "search"]
 
@@ -195,36 +193,27 @@ Places = NDArray[np.int64]
 """Places of strategies among all grids."""
 
 MOST_CUTS = 3  # strategies whose token slices are solved for with effort 1
-MOST_EVALUATIONS = 24  # node orders that are priced for the winner with effort 1
 
 
-def refined(
-    entries: Sequence[Ranked],
+def with_solved_cuts(
+    best: Sequence[Ranked],
     problem: SearchProblem,
     choices: Choices,
     pricing_on: Callable[[Cluster], Pricing],
     *,
-    rows: Callable[[Sequence[Ranked], int], list[Ranked]],
-    top: int,
     effort: float = 1.0,
     progress: ProgressCallback = no_progress,
 ) -> list[Ranked]:
-    """Return improvements of the best strategies that leave the headroom free. Flags stay fixed."""
-    found: list[Ranked | None] = []
-    best = rows(entries, problem.workload.seq_length)[:top]
+    """Return the best strategies with lengths of token slices that are solved for, where these leave the headroom free.
+
+    Flags stay fixed.
+    """
     tried = list(_worth_cutting(best, problem, choices))[: max(1, round(MOST_CUTS * effort))]
+    found = []
     for number, entry in enumerate(tried):
         progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
         found.append(_with_solved_cut(entry, problem, pricing, choices))
-    if SOLVED in choices["stage_partition"]:
-        for entry in rows([*best, *filter(None, found)], problem.workload.seq_length)[:top]:
-            pricing = pricing_on(entry.cluster_in_order or problem.cluster)
-            found.append(_with_solved_stages(entry, problem, pricing))
-    if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
-        progress(0, 1, "order of nodes")
-        winner = ranked_in_order([*best, *filter(None, found)])[0]
-        found.append(_with_better_order(winner, problem, pricing_on, round(MOST_EVALUATIONS * effort)))
     return list(filter(None, found))
 
 
@@ -258,34 +247,6 @@ def _with_solved_cut(entry: Ranked, problem: SearchProblem, pricing: Pricing, ch
         return None  # a schedule without room for more: the strategy stays as it is
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
     return priced(cut, pricing, problem.memory_headroom)
-
-
-def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> Ranked | None:
-    """Return the strategy with stages that balance the times of its own layers; None if they are the same."""
-    strategy, model = entry.strategy, pricing.cost_model
-    if strategy.num_stages == 1:
-        return None
-    tables = OpTables(model, (strategy.micro_batch_size,))
-    times = layer_times(model.counter, StrategyGrid.of_strategy(strategy), model.groups(strategy), tables)
-    partition = balanced_partition(problem, times, strategy.pipeline_parallel_size, strategy.num_model_chunks)
-    if partition == problem.partition(strategy.stage_partition, strategy.num_stages):
-        return None
-    return priced(replace(strategy, stage_partition=partition.bounds), pricing, problem.memory_headroom)
-
-
-def _with_better_order(
-    winner: Ranked, problem: SearchProblem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
-) -> Ranked | None:
-    def on(cluster: Cluster) -> Ranked | None:
-        return priced(winner.strategy, pricing_on(cluster), problem.memory_headroom)
-
-    def score(cluster: Cluster) -> float:
-        found = on(cluster)
-        return float("inf") if found is None else found.iteration_time_s
-
-    start = winner.cluster_in_order or problem.cluster
-    ordered = better_order(start, score, evaluations=max(evaluations, 2))
-    return None if ordered == start else on(ordered)
 
 
 MOST_STRATEGIES = 200  # strategies that are simulated with effort 1
@@ -338,8 +299,9 @@ def search(
     seq_length = problem.workload.seq_length
     rows = all_in_order if all_variants else best_of_layouts
     if refine and entries:
-        improved = refined(entries, problem, choices, pricing_on, rows=rows, top=top, effort=effort, progress=progress)
-        entries = [*entries, *improved]
+        best = rows(entries, seq_length)[:top]
+        cut = with_solved_cuts(best, problem, choices, pricing_on, effort=effort, progress=progress)
+        entries = [*entries, *cut]
     ordered = rows(entries, seq_length)[:top]
     left = contest.lowest_bound_left
     best_s = ordered[0].iteration_time_s if ordered else np.inf

@@ -12,7 +12,7 @@ from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank import search as searching
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
-from megatron_terapipe.search.rank.node_orders import better_order, kind_key, node_orders, placement_of
+from megatron_terapipe.search.rank.node_orders import kind_key, node_orders, placement_of
 from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.rank.search import (
     NEARLY_AS_FAST,
@@ -297,17 +297,3 @@ def test_orders_of_nodes_are_unique() -> None:
         placement = placement_of(order, cluster, 8) or tuple(range(8))
         names = [cluster.nodes[cluster.node_of_device[place]].name for place in placement]
         assert names == [node.name for node in order.nodes for _ in range(2)]
-
-
-def test_a_local_search_improves_an_order() -> None:
-    cluster = mixed_cluster()
-    rank = {node.name: index for index, node in enumerate(cluster.nodes)}
-
-    def score(order: Cluster) -> float:
-        """Least if the fast nodes, a and c, come first."""
-        return float(sum(index for index, node in enumerate(order.nodes) if node.name in "ac"))
-
-    best = better_order(cluster, score, evaluations=30)
-    assert {node.name for node in best.nodes[:2]} == {"a", "c"}
-    assert sorted(rank[node.name] for node in best.nodes) == [0, 1, 2, 3]
-    assert score(better_order(cluster, score, evaluations=1)) == score(cluster)
