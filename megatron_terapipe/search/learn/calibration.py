@@ -1,7 +1,6 @@
 """Calibration on trials of one cluster: constants of time and of memory, and intervals of predictions.
 
-    calibrate             fit + conformal intervals + fit_memory -> Calibration
-    calibrate_on_profile  the same with few factors on a measured profile
+    calibrate    fit + conformal intervals + fit_memory -> Calibration; on a measured profile, of few factors
 
 Intervals hold a stated share of measurements. A prediction is uncertain for two reasons. The constants are known only
 so well: with slopes J of log(time) and the covariance C of their logarithms that is a variance J C J'. And right
@@ -23,13 +22,15 @@ peak was recorded.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from math import ceil, hypot, sqrt
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, model_validator
 
+from megatron_terapipe.config.parsing import short
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.fit import (
     LARGE,
@@ -46,6 +47,7 @@ from megatron_terapipe.search.learn.fit import (
 from megatron_terapipe.search.learn.priors import Prior
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.entries import CountOrNone, NotNegative, Positive, WrittenEntry
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, RememberedTimes
@@ -74,18 +76,35 @@ PRIOR_GROUPS = 2
 trials of few groups may agree with each other by chance."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Intervals:
+EFFICIENCY = Prior.of(HardwareEfficiency())  # constants of time that are fitted, around their defaults
+FACTORS = Prior.of(ProfileFactors())  # factors on a profile that are fitted, around 1
+
+
+def _table(rows: Any) -> Floats:
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("is not a table of numbers: calibrate again") from None
+
+
+class Intervals(WrittenEntry):
     """Intervals of predicted times."""
 
-    coverage: float
-    multiplier: float
+    coverage: Positive
+    multiplier: NotNegative
     """Half the width of an interval, in scales."""
-    residual_sd: float
+    residual_sd: NotNegative
     """Standard deviation of log(measured / predicted) that right constants leave."""
-    parameter_names: tuple[str, ...]
-    covariance: Floats
+    parameter_names: tuple[Literal[(*EFFICIENCY.names, *FACTORS.names)], ...]  # type: ignore[valid-type]
+    covariance: Annotated[Floats, PlainValidator(_table), PlainSerializer(np.ndarray.tolist)]
     """[p, p] of the logarithms of the constants."""
+
+    @model_validator(mode="after")
+    def _is_square(self) -> "Intervals":
+        size = len(self.parameter_names)
+        if self.covariance.shape != (size, size) or not np.isfinite(self.covariance).all():
+            raise ValueError(f"has a covariance that is not a table of {size} x {size} numbers: calibrate again")
+        return self
 
     def half_width(self, slopes: Floats) -> Floats:
         """Half the width [n] of log(time) for slopes [n, p]: time / exp(width) to time * exp(width) is the interval."""
@@ -94,18 +113,17 @@ class Intervals:
 
     def without(self, names: Sequence[str]) -> "Intervals":
         """Return the intervals where some constants, by their fields, are at least as uncertain as before any trial."""
-        prior, covariance = Prior.of(HardwareEfficiency()), self.covariance.copy()
+        covariance = self.covariance.copy()
         for index, name in enumerate(self.parameter_names):
             if name.partition("[")[0] in names:
-                variance = max(covariance[index, index], prior.widths[prior.names.index(name)] ** 2)
+                variance = max(covariance[index, index], EFFICIENCY.widths[EFFICIENCY.names.index(name)] ** 2)
                 covariance[index], covariance[:, index] = 0.0, 0.0
                 covariance[index, index] = variance
-        return replace(self, covariance=covariance)
+        return self.model_copy(update={"covariance": covariance})
 
 
-def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
-    """Return intervals without trials: as wide as the prior; None = the prior of `HardwareEfficiency`."""
-    prior = prior or Prior.of(HardwareEfficiency())
+def uncalibrated(prior: Prior[Any] = EFFICIENCY) -> Intervals:
+    """Return intervals without trials: as wide as the prior."""
     return Intervals(
         coverage=COVERAGE,
         multiplier=NORMAL,
@@ -250,26 +268,38 @@ def bandwidths(clusters: Iterable[Cluster]) -> tuple[tuple[float, ...], tuple[fl
     return tuple(sorted(found[0])), tuple(sorted(found[1]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Constants of one cluster."""
+def _usable(constants: Any) -> Any:
+    """Raise if constants of a file are not the numbers that their class declares, from 0."""
+    for each in fields(constants):
+        value: Floats = np.array(getattr(constants, each.name))
+        if value.shape != np.array(each.default).shape or (value < 0).any():
+            raise ValueError(f"has {each.name} {short(value.tolist())}, not numbers from 0: calibrate again")
+    return constants
+
+
+class Calibration(WrittenEntry, validate_by_name=True):
+    """Constants of one cluster, as a calibration file has them."""
 
     source: str = ""
     """Source of the trials; empty = these are the defaults."""
-    device: str = ""
+    device: str
     """Kinds of devices that they ran on."""
     interleaves_token_slices: bool = False
     """Whether a trial has an interleaved schedule with token slices."""
     several_nodes: bool | None = None
     """Whether on several nodes; None = some on one and some on several."""
-    efficiency: HardwareEfficiency | None = None
+    efficiency: Annotated[HardwareEfficiency, AfterValidator(_usable)] | None = Field(
+        default=None, validation_alias="physics", serialization_alias="physics"
+    )
     """Of time; None = the defaults of the devices."""
-    factors: ProfileFactors | None = None
+    factors: ProfileFactors | None = Field(default=None, exclude=True)
     """On a measured profile; None = trials were priced without one."""
-    memory_overheads: MemoryOverheads | None = None
+    memory_overheads: Annotated[MemoryOverheads, AfterValidator(_usable)] | None = Field(
+        default=None, validation_alias="memory_physics", serialization_alias="memory_physics"
+    )
     """Of memory; None = the defaults of the devices."""
-    inside_bandwidths: tuple[float, ...] | None = None
-    network_bandwidths: tuple[float, ...] | None = None
+    inside_bandwidths: tuple[Positive, ...] | None = None
+    network_bandwidths: tuple[Positive, ...] | None = None
     """As `bandwidths` has them of the clusters of the trials; None = not recorded."""
     intervals: Intervals
     """Of strategies of the kinds that trials are of; of all, without `other_kinds`."""
@@ -277,8 +307,8 @@ class Calibration:
     """Of strategies of other kinds."""
     kinds: tuple[str, ...] = ()
     """`kind_of` the trials with a time."""
-    num_trials: int = 0
-    num_memory_trials: int = 0
+    num_trials: CountOrNone = 0
+    num_memory_trials: CountOrNone = 0
     """Trials that memory was fitted to."""
     notes: tuple[str, ...] = ()
     """Trials that were left out, and constants that are not used, a line for each reason."""
@@ -289,9 +319,9 @@ class Calibration:
         return self.efficiency is not None and self.several_nodes is not False
 
     @classmethod
-    def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial] | None, **found: Any) -> "Calibration":
-        """Return the calibration of time in `found`, with one of memory; `memory_trials`: None = the same trials."""
-        overheads, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
+    def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial], **found: Any) -> "Calibration":
+        """Return the calibration of time in `found`, with one of memory."""
+        overheads, num_memory_trials = fit_memory(memory_trials)
         spreads = {len(one.cluster.nodes) > 1 for one in trials}
         inside, network = bandwidths(one.cluster for one in trials)
         return cls(
@@ -312,8 +342,8 @@ class Calibration:
         """Return only the constants of memory: for several nodes if trials ran on one, and the reverse."""
         ran, asked = ("several nodes", "one") if self.several_nodes else ("one node", "several")
         note = f"the trials ran on {ran}, so constants of times on {asked} are the defaults: give trials of both"
-        times: dict[str, Any] = {"efficiency": None, "factors": None, "other_kinds": None, "kinds": (), "num_trials": 0}
-        return replace(self, intervals=uncalibrated(), notes=(*self.notes, note), **times)
+        times = {"efficiency": None, "factors": None, "other_kinds": None, "kinds": (), "num_trials": 0}
+        return self.model_copy(update={**times, "intervals": uncalibrated(), "notes": (*self.notes, note)})
 
     def on(self, cluster: Cluster) -> "Calibration":
         """Return this calibration on a cluster: constants of links that the trials did not run on are the defaults."""
@@ -323,7 +353,7 @@ class Calibration:
             note = (
                 "the links that the trials ran on are not recorded: calibrate again to compare them with this cluster's"
             )
-            return replace(self, notes=(*self.notes, note))
+            return self.model_copy(update={"notes": (*self.notes, note)})
         found, efficiency, defaults = self, self.efficiency, HardwareEfficiency()
         inside, network = bandwidths([cluster])
         for where, names, trials, wanted in (
@@ -338,13 +368,13 @@ class Calibration:
                 "defaults, and intervals are wider"
             )
             efficiency = replace(efficiency, **{name: getattr(defaults, name) for name in names})
-            found = replace(
-                found,
-                efficiency=efficiency,
-                intervals=found.intervals.without(names),
-                other_kinds=found.other_kinds and found.other_kinds.without(names),
-                notes=(*found.notes, note),
-            )
+            changes = {
+                "efficiency": efficiency,
+                "intervals": found.intervals.without(names),
+                "other_kinds": found.other_kinds and found.other_kinds.without(names),
+                "notes": (*found.notes, note),
+            }
+            found = found.model_copy(update=changes)
         return found
 
     def intervals_s(
@@ -373,26 +403,59 @@ GUESSED = 2.0  # how much wider their priors are on devices of whose generation 
 
 def no_calibration(cluster: Cluster | None = None) -> Calibration:
     """Return the defaults, and their uncertainty on the devices of a cluster; None = A100s."""
-    prior = Prior.of(HardwareEfficiency())
+    prior = EFFICIENCY
     if cluster is not None and any(is_guessed(node.device) for node in cluster.nodes):
         wider = np.array([GUESSED if name in KERNELS else 1.0 for name in prior.names])
         prior = replace(prior, widths=prior.widths * wider)
-    return Calibration(intervals=uncalibrated(prior))
+    return Calibration(device="", intervals=uncalibrated(prior))
 
 
-FACTORS = Prior.of(ProfileFactors())  # factors on a profile that are fitted, around 1
+def calibrate(
+    trials: Sequence[Trial], profile: Profile | None = None, memory_trials: Sequence[Trial] | None = None
+) -> Calibration:
+    """Fit the constants of time and memory to trials of one cluster; on a profile, factors on its times.
 
-
-def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = None) -> Calibration:
-    """Fit the constants of time and memory to trials of one cluster.
+    Trials of models that the profile has not measured are left out.
 
     Args:
         trials: at least one; they may be of several models, layouts and groups.
-        memory_trials: those that memory is fitted to; None = the same.
+        memory_trials: trials that memory is fitted to; None = the same.
+
+    Raises:
+        ConfigError: if no trial is of a model that the profile covers.
     """
-    sample, intervals = Sample(trials), no_calibration(trials[0].cluster).intervals
-    found = _fitted(sample, Prior.of(HardwareEfficiency()), intervals)
-    return Calibration.of(trials, memory_trials, num_trials=len(sample), **found)
+    known = trials if profile is None else _covered(trials, profile)
+    if profile is None:
+        sample = Sample(known)
+        found = _fitted(sample, EFFICIENCY, no_calibration(trials[0].cluster).intervals)
+    else:
+        op_times = RememberedTimes(MeasuredProfile(profile))
+        sample = Sample(known, lambda one: _cost_model_on(profile, one, op_times))
+        found = _fitted(sample, FACTORS, uncalibrated(FACTORS))
+    if left_out := len(trials) - len(known):
+        note = f"{left_out} trials are of models that the profile does not cover, and are left out"
+        found["notes"] = (note, *found.get("notes", ()))
+    return Calibration.of(known, memory_trials or trials, num_trials=len(sample), **found)
+
+
+def _covered(trials: Sequence[Trial], profile: Profile) -> list[Trial]:
+    """Return the trials of models that a profile has measured."""
+    measured = MeasuredProfile(profile)
+    covered = [one for one in trials if one.precision == profile.precision and measured.covers(one.workload)]
+    if not covered:
+        raise ConfigError(
+            f"--profile {profile.source or 'just measured'} covers no trial of {trials[0].path or 'the given'}: it has "
+            f"other layers than their models, or is not {trials[0].precision}: measure one of these models, or drop "
+            "one of the flags"
+        )
+    return covered
+
+
+def _cost_model_on(profile: Profile, trial: Trial, op_times: OpTimes) -> CostModel:
+    """Return the cost model of a trial with the op times and links of a profile."""
+    efficiency = measured_efficiency(profile, trial.cluster, software=trial.software)
+    on_links = replace(trial, cluster=measured_cluster(profile, trial.cluster))
+    return cost_model_of(on_links, efficiency=efficiency, op_times=op_times)
 
 
 def _fitted(sample: Sample, prior: Prior[Any], before: Intervals) -> dict[str, Any]:
@@ -421,50 +484,10 @@ def _fitted(sample: Sample, prior: Prior[Any], before: Intervals) -> dict[str, A
         )
         scores = np.abs(fitted.errors_before[seen]) / (before.half_width(slopes) / before.multiplier)
         multiplier = multiplier_of(scores, len(groups), before.multiplier)
-        return {"intervals": replace(before, multiplier=multiplier), "notes": (note,)}
+        return {"intervals": before.model_copy(update={"multiplier": multiplier}), "notes": (note,)}
     intervals, other_kinds = (
         conformal(errors, slopes, each, prior=prior, residual_sd=fitted.residual_sd)
         for each in (groups, fitted.kinds.some(seen))
     )
     kinds = sorted({kind_of(one.workload, one.strategy) for one in sample.trials})
     return {**found, "intervals": intervals, "other_kinds": other_kinds, "kinds": tuple(kinds)}
-
-
-def cost_model_on(
-    profile: Profile, trial: Trial, op_times: OpTimes, efficiency: HardwareEfficiency | None = None
-) -> CostModel:
-    """Return the cost model of a trial with the op times and links of a profile."""
-    efficiency = measured_efficiency(profile, trial.cluster, efficiency, trial.software)
-    on_links = replace(trial, cluster=measured_cluster(profile, trial.cluster))
-    return cost_model_of(on_links, efficiency=efficiency, op_times=op_times)
-
-
-def calibrate_on_profile(
-    trials: Sequence[Trial], profile: Profile, memory_trials: Sequence[Trial] | None = None
-) -> Calibration:
-    """Fit factors on a profile and constants of memory to trials of its cluster.
-
-    Trials of models that the profile has not measured are left out.
-
-    Args:
-        memory_trials: those that memory is fitted to; None = the same.
-
-    Raises:
-        ConfigError: if no trial is of a model that the profile covers.
-    """
-    measured = MeasuredProfile(profile)
-    op_times = RememberedTimes(measured)
-    covered = [one for one in trials if one.precision == profile.precision and measured.covers(one.workload)]
-    if not covered:
-        raise ConfigError(
-            f"--profile {profile.source or 'just measured'} covers no trial of {trials[0].path or 'the given'}: it has "
-            f"other layers than their models, or is not {trials[0].precision}: measure one of these models, or drop "
-            "one of the flags"
-        )
-    sample = Sample(covered, lambda one: cost_model_on(profile, one, op_times))
-    found = _fitted(sample, FACTORS, uncalibrated(FACTORS))
-    if left_out := len(trials) - len(covered):
-        note = f"{left_out} trials are of models that the profile does not cover, and are left out"
-        found["notes"] = (note, *found.get("notes", ()))
-    memory_trials = trials if memory_trials is None else memory_trials
-    return Calibration.of(covered, memory_trials, num_trials=len(sample), **found)

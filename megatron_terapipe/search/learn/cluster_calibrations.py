@@ -20,40 +20,21 @@ least mean variance of log(time) over all candidates (Bayesian A-optimality for 
 V-optimality).
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, create_model, model_validator
+from pydantic import Field
 
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.calibration import (
-    Calibration,
-    Intervals,
-    calibrate,
-    calibrate_on_profile,
-    no_calibration,
-)
-from megatron_terapipe.search.learn.priors import Prior
+from megatron_terapipe.search.learn.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.documents import read_document
-from megatron_terapipe.search.machine.entries import (
-    CountOrNone,
-    Entry,
-    NotNegative,
-    Positive,
-    Text,
-    fixed,
-    read_entry,
-)
+from megatron_terapipe.search.machine.entries import WrittenEntry, fixed, read_entry
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
-from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.price.profile import Profile
 from megatron_terapipe.strategy import Strategy
 
@@ -109,101 +90,31 @@ class Calibrations:
             return of_others[0] if len(of_others) == 1 else self._none
         alike = [one for one in trials if one.site[2] == several_nodes]
         if not alike:
-            return Calibration.of(trials, None, intervals=self._none.intervals).of_memory()
+            return Calibration.of(trials, trials, intervals=self._none.intervals).of_memory()
         self._progress(f"calibrating on {len(alike)} trials of {alike[0].source or alike[0].path} ({device})")
-        if self._profile is None:
-            return calibrate(alike, trials)
-        return calibrate_on_profile(alike, self._profile, trials)
+        return calibrate(alike, self._profile, trials)
 
 
 FORMAT, VERSION = "terapipe calibration", 3
 
 
-def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
-    """Write a calibration file."""
-    entries = [asdict(one) for one in calibrations]
-    for entry in entries:
-        del entry["factors"]
-        entry["physics"] = entry.pop("efficiency") or asdict(HardwareEfficiency())
-        entry["memory_physics"] = entry.pop("memory_overheads")
-    document = {"format": FORMAT, "version": VERSION, "calibrations": entries}
-    write_text(path, json.dumps(document, indent=1, default=np.ndarray.tolist) + "\n")
-
-
-def _row_of(number: int) -> Any:
-    return Annotated[list[Positive], Field(min_length=number, max_length=number)]
-
-
-def _constants(declaring: type) -> Any:
-    """An entry with the constants that a dataclass declares, and rows of factors."""
-    constants: dict[str, Any] = {
-        each.name: (_row_of(len(each.default)) if isinstance(each.default, tuple) else NotNegative, ...)
-        for each in fields(declaring)
-    }
-    return create_model(declaring.__name__, __base__=Entry, **constants)
-
-
-class IntervalsEntry(Entry):
-    """Intervals of predicted times."""
-
-    coverage: Positive
-    multiplier: Positive
-    residual_sd: Positive
-    parameter_names: list[Literal[Prior.of(HardwareEfficiency()).names]]  # type: ignore[valid-type]
-    covariance: list[list[float]]
-
-    @model_validator(mode="after")
-    def _is_square(self) -> "IntervalsEntry":
-        size = len(self.parameter_names)
-        if len(self.covariance) != size or any(len(row) != size for row in self.covariance):
-            raise ValueError(f"has a covariance that is not a table of {size} x {size} numbers: calibrate again")
-        return self
-
-
-class CalibrationEntry(Entry):
-    """Constants of one cluster."""
-
-    source: str = ""
-    device: Text
-    several_nodes: bool | None = None
-    interleaves_token_slices: bool = False
-    num_trials: CountOrNone
-    num_memory_trials: CountOrNone
-    physics: _constants(HardwareEfficiency)  # type: ignore[valid-type]
-    memory_physics: _constants(MemoryOverheads) | None = None  # type: ignore[valid-type]
-    intervals: IntervalsEntry
-    other_kinds: IntervalsEntry | None = None
-    kinds: list[str] = Field(default_factory=list)
-    inside_bandwidths: list[Positive] | None = None
-    network_bandwidths: list[Positive] | None = None
-    notes: list[str] = Field(default_factory=list)
-
-
-class CalibrationsEntry(Entry):
+class CalibrationsFile(WrittenEntry):
     """A calibration file."""
 
-    format: Annotated[str, fixed(FORMAT, "give a file that --save-calibration wrote")]
-    version: Annotated[int, fixed(VERSION, "calibrate again with this version")]
-    calibrations: list[CalibrationEntry] = Field(min_length=1)
+    format: Annotated[str, fixed(FORMAT, "give a file that --save-calibration wrote")] = FORMAT
+    version: Annotated[int, fixed(VERSION, "calibrate again with this version")] = VERSION
+    calibrations: tuple[Calibration, ...] = Field(min_length=1)
 
 
-def read_calibrations(path: str) -> list[Calibration]:
+def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
+    """Write a calibration file."""
+    file = CalibrationsFile(calibrations=tuple(calibrations))
+    write_text(path, file.model_dump_json(indent=1, by_alias=True) + "\n")
+
+
+def read_calibrations(path: str) -> tuple[Calibration, ...]:
     """Read a calibration file."""
-    found = []
-    for one in read_entry(CalibrationsEntry, read_document(path), path).calibrations:
-        values = _with_tuples(one.model_dump())
-        for name in ("intervals", "other_kinds"):
-            if (each := values[name]) is not None:
-                covariance = np.array(each["covariance"])
-                values[name] = Intervals(**_with_tuples(each) | {"covariance": covariance})
-        values["efficiency"] = HardwareEfficiency(**_with_tuples(values.pop("physics")))
-        memory = values.pop("memory_physics")
-        found.append(Calibration(**values, memory_overheads=None if memory is None else MemoryOverheads(**memory)))
-    return found
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return read_entry(CalibrationsFile, read_document(path), path).calibrations
 
 
 def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_terapipe.search.learn.calibration import Calibration, calibrate, calibrate_on_profile, no_calibration
+from megatron_terapipe.search.learn.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.learn.cluster_calibrations import calibrated
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -37,7 +37,7 @@ class Costs:
     """Constants that were fitted to trials, or the defaults."""
     profile: Profile | None
     """Measured op times and links; None = data sheets."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """The sources, a line each."""
     simulator: ScheduleSimulator = field(default_factory=ScheduleSimulator, repr=False, compare=False)
     """Shared by all clusters, as the orders of schedules do not depend on them."""
@@ -76,8 +76,7 @@ class Costs:
 
     def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
         """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it."""
-        found = calibrate(trials) if self.profile is None else calibrate_on_profile(trials, self.profile)
-        return replace(self, calibration=found)
+        return replace(self, calibration=calibrate(trials, self.profile))
 
 
 def read_costs(

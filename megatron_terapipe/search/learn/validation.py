@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from megatron_terapipe.search.learn.calibration import Calibration, cost_model_on, count_memory, device_memory_bytes
+from megatron_terapipe.search.learn.calibration import Calibration, count_memory, device_memory_bytes
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
-from megatron_terapipe.search.learn.fit import cost_model_of
+from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.learn.trials import Trial
-from megatron_terapipe.search.price.memory import default_overheads, total_bytes
+from megatron_terapipe.search.price.memory import total_bytes
 from megatron_terapipe.search.price.profile import Profile
-from megatron_terapipe.search.price.profile_times import MeasuredProfile
 from megatron_terapipe.search.price.workload import Workload
 
 UTILIZATION = 0.45  # share of the peak, as an experienced user would guess it for A100s
@@ -155,13 +154,15 @@ def predict_trials(
 def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[PredictedTrial]:
     """Trials of one model on one cluster."""
     first = trials[0]
-    if profile is None:
-        model = cost_model_of(first, efficiency=calibration.efficiency)
-    else:
-        model = cost_model_on(profile, first, MeasuredProfile(profile), calibration.efficiency)
-    if calibration.factors is not None:
-        model = model.with_constants(calibration.factors)
-    memory_overheads = calibration.memory_overheads or default_overheads(first.cluster, first.software)
+    costs = Costs(
+        workload=first.workload,
+        precision=first.precision,
+        software=first.software,
+        calibration=calibration,
+        profile=profile,
+    )
+    pricing = costs.pricing_on(first.cluster)
+    model, memory_overheads = pricing.cost_model, pricing.memory_model.overheads
     capacity = device_memory_bytes(first) * memory_overheads.usable_share
     times_s = [
         model.predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s for one in trials

@@ -144,6 +144,10 @@ class Entry(ClosedModel):
         return read
 
 
+class WrittenEntry(Entry, strict=False):
+    """An object of a file that a program writes: lists are read as tuples, and objects as dataclasses."""
+
+
 def _quantity_of(kind: type[Entry], name: str) -> Quantity | None:
     field = kind.model_fields.get(name)
     if field is None:
@@ -214,6 +218,8 @@ _RULES = {
     "string_pattern_mismatch": ("is not a text", "give one"),
     "list_type": ("is not a list", "write one in [ ]"),
     "tuple_type": ("is not a list", "write one in [ ]"),
+    "dataclass_type": ("is not an object of fields and values", "write one"),
+    "unexpected_keyword_argument": ("is not a known field", "leave it out"),
     "too_short": ("is an empty list", "write one entry or more in [ ]"),
     "model_type": ("is not an object of fields and values", "write one"),
     "dict_type": ("is not an object of fields and values", "write one"),

@@ -59,7 +59,10 @@ def test_a_bandwidth_that_decides_is_found() -> None:
 def test_constants_are_moved_by_their_uncertainty() -> None:
     pricing = near_tie()
     contenders = contenders_of(ranked(pricing, REPLICAS, PIPELINE))
-    trials_on = {name: replace(no_calibration(), efficiency=HardwareEfficiency(), several_nodes=name) for name in BOTH}
+    trials_on = {
+        name: no_calibration().model_copy(update={"efficiency": HardwareEfficiency(), "several_nodes": name})
+        for name in BOTH
+    }
     known, unknown = (list(other_constants(contenders, pricing.cost_model, trials_on[name])) for name in BOTH)
     assert "network" not in {each.name for each in known} and "network" in {each.name for each in unknown}
     (change,) = (each for each in known if each.value == "network_efficiency")
@@ -69,8 +72,9 @@ def test_constants_are_moved_by_their_uncertainty() -> None:
     )
     assert [each.change for each in known] == sorted((each.change for each in known), reverse=True)
     # Trials that determine the constants leave nothing to change.
-    intervals = replace(known_intervals := no_calibration().intervals, covariance=1e-8 * known_intervals.covariance)
-    sure = other_constants(contenders, pricing.cost_model, replace(trials_on[True], intervals=intervals))
+    wide = no_calibration().intervals
+    intervals = wide.model_copy(update={"covariance": 1e-8 * wide.covariance})
+    sure = other_constants(contenders, pricing.cost_model, trials_on[True].model_copy(update={"intervals": intervals}))
     assert not list(sure) and not list(other_constants(contenders[:1], pricing.cost_model, no_calibration()))
 
 

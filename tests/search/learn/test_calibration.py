@@ -59,7 +59,11 @@ def test_quantile_has_its_coverage() -> None:
 
 def test_intervals_widen_with_distance_from_the_trials() -> None:
     intervals = Intervals(
-        coverage=0.9, multiplier=2.0, residual_sd=0.1, covariance=np.diag([0.04, 0.0]), parameter_names=("a", "b")
+        coverage=0.9,
+        multiplier=2.0,
+        residual_sd=0.1,
+        covariance=np.diag([0.04, 0.0]),
+        parameter_names=("launch_s", "iteration_s"),
     )
     alike, unlike = intervals.half_width(np.array([[0.0, 1.0], [1.0, 0.0]]))
     assert alike == pytest.approx(0.2)
@@ -237,7 +241,7 @@ def test_intervals_are_wider_for_kinds_without_trials() -> None:
     assert alone.kinds == ("hidden size 2048, recompute none",) and alone.other_kinds is not None
     known, other = (replace(STRATEGIES[0], recompute=recompute) for recompute in ("none", "full"))
     assert a_width(alone, other) > 3 * a_width(alone, known) > 0
-    assert a_width(replace(alone, other_kinds=None, kinds=()), other) < a_width(alone, other)
+    assert a_width(alone.model_copy(update={"other_kinds": None, "kinds": ()}), other) < a_width(alone, other)
 
 
 def test_a_fit_that_does_not_help_other_groups_is_not_used() -> None:
@@ -271,7 +275,7 @@ def test_a_calibration_on_other_links(
     tmp_path: Path, calibration: Calibration, changes: dict[str, Any], reset: tuple[str, ...], said: str
 ) -> None:
     moved = replace(calibration.efficiency or HardwareEfficiency(), network_efficiency=0.1, inside_efficiency=0.3)
-    path = written(tmp_path, replace(calibration, efficiency=moved))
+    path = written(tmp_path, calibration.model_copy(update={"efficiency": moved}))
     found = calibrated(Cluster(nodes=tuple(replace(node, **changes) for node in CLUSTER.nodes)), path)
     assert found.efficiency is not None and len(found.notes) == bool(reset) and said in "".join(found.notes)
     for each in fields(HardwareEfficiency):

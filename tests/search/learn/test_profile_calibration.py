@@ -10,7 +10,7 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.trial_command import Journal, Outcome
-from megatron_terapipe.search.learn.calibration import FACTORS, calibrate_on_profile, no_calibration
+from megatron_terapipe.search.learn.calibration import FACTORS, calibrate, no_calibration
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.learn.trials import Trial
@@ -100,7 +100,7 @@ def errors(factors: ProfileFactors | None) -> np.ndarray:
 def test_ops_that_take_longer_in_training_are_recognised() -> None:
     """They are, though messages, gaps and the step could have been blamed."""
     assert errors(None).mean() > 0.05
-    found = calibrate_on_profile(trials(), PROFILE)
+    found = calibrate(trials(), PROFILE)
     assert found.factors is not None and found.efficiency is None and (found.num_trials, found.notes) == (6, ())
     assert found.factors.ops == pytest.approx(1.3, rel=0.03)
     assert (found.factors.messages, found.factors.gaps, found.factors.step) == pytest.approx((1, 1, 1), rel=0.05)
@@ -108,7 +108,7 @@ def test_ops_that_take_longer_in_training_are_recognised() -> None:
 
 
 def test_intervals_contain_the_measurements_and_widen_with_scatter() -> None:
-    calm, wild = (calibrate_on_profile(trials(noise), PROFILE) for noise in (0.01, 0.2))
+    calm, wild = (calibrate(trials(noise), PROFILE) for noise in (0.01, 0.2))
     slopes = calm.slopes(model(PROFILE, calm.factors), STRATEGIES)
     assert slopes.shape == (len(STRATEGIES), len(FACTORS.names)) and calm.intervals.parameter_names == FACTORS.names
     # Everything that takes time belongs to a factor, but for the latency of links.
@@ -120,11 +120,11 @@ def test_intervals_contain_the_measurements_and_widen_with_scatter() -> None:
 def test_models_that_the_profile_does_not_cover_are_left_out() -> None:
     wider = gpt_workload(replace(MODEL, hidden_size=128, ffn_hidden_size=None, kv_channels=None))
     other = trial(STRATEGIES[0], 100.0, workload=wider, path="t.jsonl")
-    found = calibrate_on_profile([*trials(), other], PROFILE)
+    found = calibrate([*trials(), other], PROFILE)
     assert found.num_trials == 6 and found.notes[0].startswith("1 trials are of models that the profile does not cover")
     assert found.factors is not None and found.factors.ops == pytest.approx(1.3, rel=0.03)
     with pytest.raises(ConfigError, match=r"covers no trial of t.jsonl.*measure one of these models"):
-        calibrate_on_profile([other], PROFILE)
+        calibrate([other], PROFILE)
 
 
 def test_trials_are_cross_validated_on_the_profile() -> None:
@@ -179,7 +179,7 @@ def test_the_flags_together(files: dict[str, str], capsys: pytest.CaptureFixture
         assert least <= np.mean(off) <= most
         widths.append(np.mean([np.log(one["interval_s"][1] / one["interval_s"][0]) for one in predicted]))
     assert widths[1] < 0.7 * widths[0]
-    found = calibrate_on_profile(trials(), PROFILE)
+    found = calibrate(trials(), PROFILE)
     expected = found.intervals.half_width(found.slopes(model(PROFILE, found.factors), STRATEGIES))
     assert widths[1] == pytest.approx(2 * expected.mean(), rel=0.01)
     assert main([*words, "--calibrate", files["trials.jsonl"]]) == 0

@@ -196,7 +196,7 @@ def test_interleaved_token_slices_are_tried_where_trials_flags_or_cpus_have_them
     cluster: Cluster, constraints: dict[str, tuple], trials_have_it: bool, is_tried: bool
 ) -> None:
     problem = small_problem(cluster, num_layers=12)
-    calibration = replace(no_calibration(), interleaves_token_slices=trials_have_it)
+    calibration = no_calibration().model_copy(update={"interleaves_token_slices": trials_have_it})
     costs = replace(question(problem).costs, calibration=calibration)
     problem = costs.problem_with(problem, constraints)
     asked = Question(problem=problem, constraints=constraints, costs=costs)
