@@ -39,9 +39,9 @@ from megatron_terapipe.search.learn.fit import (
     Sample,
     cost_model_of,
     fit,
-    fit_constants,
     kind_of,
     log_slopes,
+    soft_l1,
     weights_of,
 )
 from megatron_terapipe.search.learn.priors import Prior
@@ -241,13 +241,19 @@ def device_memory_bytes(trial: Trial) -> float:
 
 def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, int]:
     """Fit memory overheads to trials of one cluster; None and 0 if they do not determine them, else how many did."""
+    from scipy.optimize import least_squares
+
     sample = MemorySample(trials)
     if not len(sample):
         return None, 0
     prior = Prior.of(default_overheads(sample.trials[0].cluster, sample.trials[0].software))
-    logs = fit_constants(
-        lambda logs: sample.errors(prior.at(logs)), prior, noise=MEMORY_NOISE, large=MEMORY_LARGE, max_nfev=60
-    )
+
+    def residuals(logs: Floats) -> Floats:
+        errors = soft_l1(sample.errors(prior.at(logs)) / MEMORY_NOISE, MEMORY_LARGE)
+        return np.concatenate([errors, logs / prior.widths])
+
+    start, bounds = np.zeros(len(prior.names)), (-np.inf, prior.most + 1e-9)
+    logs = least_squares(residuals, start, x_scale=prior.widths, bounds=bounds, max_nfev=60).x
     return prior.at(logs), len(sample)
 
 

@@ -167,10 +167,15 @@ def cost_model_of(trial: Trial, **settings: Any) -> CostModel:
 
 def times_with(models: Sequence[CostModel], strategies: Sequence[Strategy], constants: Sequence[Any]) -> Floats:
     """Return seconds in closed form of n strategies, each by its model, with each of m sets of constants: [m, n]."""
-    joined = side_by_side(constants)
-    changed = {id(model): model.with_constants(joined) for model in {id(model): model for model in models}.values()}
-    times = (changed[id(model)].closed_form_s(one) for model, one in zip(models, strategies, strict=True))
+    changed = with_constants(models, side_by_side(constants))
+    times = (model.closed_form_s(one) for model, one in zip(changed, strategies, strict=True))
     return np.stack([np.broadcast_to(each, len(constants)) for each in times], axis=1)
+
+
+def with_constants(models: Sequence[CostModel], constants: Any) -> list[CostModel]:
+    """Return models with other constants; those that are one object stay one, which caches times."""
+    changed = {model: model.with_constants(constants) for model in set(models)}
+    return [changed[model] for model in models]
 
 
 STEP = 0.02
@@ -215,12 +220,9 @@ class Sample:
 
     def simulated_ratio(self, constants: Any) -> Floats:
         """[n] seconds on the schedule over those in closed form; constants hardly change it."""
-        changed = {
-            id(model): model.with_constants(constants) for model in {id(each): each for each in self.models}.values()
-        }
         simulated = [
-            changed[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
-            for model, one in zip(self.models, self.trials, strict=True)
+            model.predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
+            for model, one in zip(with_constants(self.models, constants), self.trials, strict=True)
         ]
         return np.array(simulated) / self.times(constants)
 
@@ -243,30 +245,6 @@ LONGEST_STEP = 0.5  # largest change of the logarithm of a constant in one step:
 HALVINGS = 4  # how often a step is halved, as long as it makes a fit worse
 REWEIGHTINGS = 4  # how often a step computes the weights of trials
 STANDSTILL = 0.01  # relative reduction of the misfit by a step, below which a fit ends
-
-
-def fit_constants(
-    errors: Callable[[Floats], Floats],
-    prior: Prior[Any],
-    *,
-    noise: float = NOISE,
-    large: float = LARGE,
-    **settings: Any,
-) -> Floats:
-    """Return the most probable [p] logarithms of constant / start.
-
-    Args:
-        errors: takes [p] logarithms of constant / start, and returns [n] log(predicted / measured).
-        noise: standard deviation of the errors that right constants leave.
-        large: error, in standard deviations, from which the loss grows no longer with its square.
-    """
-    from scipy.optimize import least_squares
-
-    def residuals(logs: Floats) -> Floats:
-        return np.concatenate([soft_l1(errors(logs) / noise, large), logs / prior.widths])
-
-    start, bounds = np.zeros(len(prior.names)), (-np.inf, prior.most + 1e-9)
-    return np.asarray(least_squares(residuals, start, x_scale=prior.widths, bounds=bounds, **settings).x)
 
 
 def soft_l1(scaled: Floats, large: float) -> Floats:

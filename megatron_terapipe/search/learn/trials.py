@@ -217,6 +217,7 @@ class TrialReader:
     def __init__(self, path: str, trainers: Trainers = OF_PACKAGE) -> None:
         self._path, self._trainers = path, trainers
         self._made: dict[tuple[str, str], Any] = {}
+        self._workloads: dict[Workload, Workload] = {}
 
     def _once(self, kind: str, document: dict[str, Any], make: Callable[[], Model]) -> Model:
         """Return the object of a document, made at its first use."""
@@ -225,6 +226,10 @@ class TrialReader:
             self._made[key] = make()
         made: Model = self._made[key]
         return made
+
+    def _shared(self, workload: Workload) -> Workload:
+        """Return the first workload that is equal."""
+        return self._workloads.setdefault(workload, workload)
 
     def read(self, number: int, line: str) -> Trial:
         """Return the trial of one line."""
@@ -250,17 +255,14 @@ class TrialReader:
         strategy = replace(strategy, recompute=rule.recompute or strategy.recompute)
         workload = model
         if ends:
-            whole = replace(model, first_dealt=0, end_dealt=len(model.layers))
-            workload = self._once("model with ends", key, lambda: whole)
+            workload = self._shared(replace(model, first_dealt=0, end_dealt=len(model.layers)))
         if (first := entry.strategy.recompute_num_layers) is not None:
             if strategy.recompute != "full":
                 at = place(where, "strategy", "recompute_num_layers")
                 raise fault(at, first, f"goes with recompute full, not {strategy.recompute}", "leave it out")
             num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
             partition = workload.partition(strategy.stage_partition, num_stages)
-            some = recomputing_some(workload, partition, first)
-            of_some = {**key, " ": [ends, first, partition.bounds]}
-            workload = self._once("model that recomputes some", of_some, lambda: some)
+            workload = self._shared(recomputing_some(workload, partition, first))
         if strategy.world_size > cluster.num_devices:
             raise ConfigError(
                 f"{where}: strategy has {strategy.world_size} ranks (data_parallel_size x "

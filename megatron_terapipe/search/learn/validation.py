@@ -238,14 +238,10 @@ def predict_in_folds(
 
     A cluster with all its trials in one fold is not calibrated.
     """
-    places: dict[tuple[str, str, Hashable], list[int]] = {}
-    for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
-        places.setdefault((one.source, one.device, fold), []).append(index)
     predicted: dict[int, PredictedTrial] = {}
-    for (*site, fold), rows in places.items():
-        others = [
-            one for one, own in zip(trials, folds, strict=True) if [one.source, one.device] == site and own != fold
-        ]
+    for fold in dict.fromkeys(folds):
+        rows = [index for index, own in enumerate(folds) if own == fold]
+        others = [one for one, own in zip(trials, folds, strict=True) if own != fold]
         calibrations = Calibrations([*more, *others], progress=progress, profile=profile)
         found = predict_trials([trials[index] for index in rows], calibrations, profile=profile, step=step)
         predicted.update(zip(rows, found, strict=True))

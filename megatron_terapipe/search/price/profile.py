@@ -15,9 +15,9 @@ from megatron_terapipe.search.machine.documents import read_document
 from megatron_terapipe.search.machine.entries import (
     Count,
     CountOrNone,
-    Entry,
     NotNegative,
     Text,
+    WrittenEntry,
     fixed,
     is_number,
     read_entry,
@@ -25,7 +25,7 @@ from megatron_terapipe.search.machine.entries import (
 from megatron_terapipe.search.price.workload import Layer, LayerKind, Parallel
 
 
-class LayerShape(Entry):
+class LayerShape(WrittenEntry):
     """The properties of a layer that its times depend on, except the lengths of sequences and token slices."""
 
     kind: LayerKind
@@ -105,10 +105,10 @@ def _message(row: object) -> tuple[int, float]:
 
 
 def _is_row(row: Any, width: int) -> TypeGuard[tuple[float, ...]]:
-    return isinstance(row, tuple) and len(row) == width and all(is_number(value) and value >= 0 for value in row)
+    return isinstance(row, list | tuple) and len(row) == width and all(is_number(value) and value >= 0 for value in row)
 
 
-class ProfiledLayer(Entry):
+class ProfiledLayer(WrittenEntry):
     """A layer as one tensor-parallel rank computes it; reductions between ranks are not in the times."""
 
     shape: LayerShape
@@ -117,7 +117,7 @@ class ProfiledLayer(Entry):
     points: tuple[Annotated[OpPoint, BeforeValidator(_op_point)], ...] = Field(min_length=1)
 
 
-class ProfiledLink(Entry):
+class ProfiledLink(WrittenEntry):
     """Messages of several sizes over one kind of link."""
 
     where: Literal["inside", "network"]
@@ -131,7 +131,7 @@ class ProfiledLink(Entry):
     """Groups that used the links of a node at the same time; of the network, they share its cards."""
 
 
-class ProfiledEngine(Entry):
+class ProfiledEngine(WrittenEntry):
     """Time of the engine outside of layers, in seconds."""
 
     op_s: NotNegative
@@ -146,7 +146,7 @@ FORMAT = "terapipe-profile-1"
 """First field of the file, which differs in other files and in later formats."""
 
 
-class Profile(Entry):
+class Profile(WrittenEntry):
     """A measured profile, in the form of its file."""
 
     format: Annotated[str, fixed(FORMAT, "give a file that `terapipe search measure` wrote")]
@@ -226,10 +226,4 @@ def read_profile(path: str) -> Profile:
 
 def parse_profile(document: object, where: str) -> Profile:
     """Read a profile from the object of a file."""
-    return read_entry(Profile, _with_tuples(document), where)
-
-
-def _with_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _with_tuples(each) for name, each in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+    return read_entry(Profile, document, where)
