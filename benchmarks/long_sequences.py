@@ -44,7 +44,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -591,10 +591,8 @@ def host_bytes(strategy: Strategy, pricing: Pricing) -> float:
         return 0.0
     of_rank = []
     for copies in plan.ranks:
-        changes = sorted(
-            (place, size) for copy in copies for place, size in ((copy.offload, copy.size), (copy.reader, -copy.size))
-        )
-        of_rank.append(max(accumulate((size for _, size in changes), initial=0.0)))
+        sizes, places = np.append(copies.size, -copies.size), np.append(copies.offload, copies.reader)
+        of_rank.append(np.cumsum(sizes[np.lexsort((sizes, places))]).max(initial=0.0))
     of_host: Counter[int] = Counter()
     for rank, node in enumerate(pricing.cluster.node_of_device):
         of_host[node] += of_rank[rank * strategy.pipeline_parallel_size // strategy.world_size]

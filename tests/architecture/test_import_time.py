@@ -36,9 +36,9 @@ LIGHT = (
 """Modules, each with all in it."""
 SOLVERS = (
     "deepspeed_ext.plan.solve",
-    *(f"deepspeed_ext.plan.simulate.{name}" for name in ("arrays", "compiled", "loop")),
+    *(f"deepspeed_ext.plan.simulate.{name}" for name in ("arrays", "compiled", "host_copies", "loop")),
 )
-"""Light packages' modules that compile kernels: imported only where something is solved, or simulated many times."""
+"""Light packages' modules that load numpy: imported where something is solved, simulated many times or offloaded."""
 
 
 def light_modules() -> list[str]:

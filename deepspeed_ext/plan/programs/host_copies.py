@@ -1,7 +1,7 @@
 """Host copies: keys, values and stage inputs that are not read for long wait in host memory.
 
-The plan places the copies, not hooks at run time: so the memory, the need of copies and the time for them are known
-before the run, and every copy is checked.
+The plan (`simulate.host_copies`) places the copies, not hooks at run time: so the memory, the need of copies and the
+time for them are known before the run, and every copy is checked.
 
 The forward of a token slice leaves two things on its stage for the backward: the stage's input, from which the stage
 is recomputed, and keys and values. Between the last forward that reads one and the first backward that does is a
@@ -22,12 +22,10 @@ when all ops before op p have ended. The rank waits twice: to drop, until the co
 op, until all that it reads is back.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -46,16 +44,6 @@ from deepspeed_ext.plan.programs.program import (
     content_of,
 )
 from deepspeed_ext.plan.slicing import TokenSlices
-
-Timed = tuple[Op, float, float]
-"""An op with its start and end, as `timeline.Span` has them."""
-
-TimedOpsOfRank = Callable[[int], Sequence[Timed]]
-"""Called with a pipeline rank, returns its ops with their start and end."""
-
-
-AHEAD = 1
-"""Ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from the timeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,103 +132,6 @@ class HostCopy(NamedTuple):
         return Op(OpKind.FORWARD, self.stage, self.micro_batch, self.token_slice)
 
 
-def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: HostCopySettings) -> list[HostCopy]:
-    """Return the copies of one rank, by the place of their fetch, in the order in which fetches are posted.
-
-    Args:
-        spans: the rank's ops on a timeline without copies.
-    """
-    settings = settings.fitting(shape)
-    ops, starts, ends = zip(*spans, strict=True) if spans else ((), (), ())
-    copies = _within_host_bytes(list(_in_long_pauses(ops, starts, ends, settings)), settings.host_bytes)
-    fetched = _with_fetches(_with_drops(copies, starts, ends, settings), starts, ends, settings)
-    # Without those that would not be back in time, the others are on the host earlier or at the same time.
-    there = {copy[:4] for copy in fetched}
-    again = _with_drops([copy for copy in copies if copy[:4] in there], starts, ends, settings)
-    drops = {copy[:4]: copy.drop for copy in again}
-    return [copy._replace(drop=drops[copy[:4]]) for copy in fetched]
-
-
-def _in_long_pauses(
-    ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
-) -> Iterator[HostCopy]:
-    """Copies of tensors whose pause is longer than a copy to the host and one back, in the order of their offloads.
-
-    They are dropped right after the last forward that reads them, and have no place for their fetch yet.
-    """
-    forwards: dict[tuple[int, int, int], int] = {}
-    backwards: dict[tuple[int, int, int], int] = {}
-    for number, op in enumerate(ops):
-        if op.kind is OpKind.FORWARD:
-            forwards[op[1:]] = number
-        elif op.kind is not OpKind.WEIGHT_GRADIENT:
-            backwards[op[1:]] = number
-
-    @cache
-    def tensors(stage: int, token_slice: int) -> list[tuple[Content, float, float, int]]:
-        """Contents with their bytes, the time of a copy to the host and one back, and the last reader."""
-        found = []
-        for content in Content:
-            if size := settings.size(content, stage, token_slice):
-                time = size / settings.to_host + size / settings.from_host
-                found.append((content, size, time, settings.last_reader(content, stage, token_slice)))
-        return found
-
-    for unit, written in forwards.items():
-        stage, micro_batch, token_slice = unit
-        for content, size, time, last in tensors(stage, token_slice):
-            reader = (stage, micro_batch, last)
-            if reader in backwards:
-                before, after = forwards[reader], backwards[reader]
-                if starts[after] - ends[before] > time:
-                    yield HostCopy(content, *unit, size, written + 1, before + 1, fetch=after, reader=after)
-
-
-def _within_host_bytes(copies: Sequence[HostCopy], most: float) -> list[HostCopy]:
-    """Leave out copies that the host has no room for: of those there at a time, the one that is read again first."""
-    left_out: set[int] = set()
-    on_host: list[tuple[int, int]] = []
-    held = 0.0
-    for number, copy in enumerate(copies):
-        while on_host and on_host[0][0] < copy.offload:
-            held -= copies[heappop(on_host)[1]].size
-        heappush(on_host, (copy.reader, number))
-        held += copy.size
-        while held > most:
-            first = heappop(on_host)[1]
-            held -= copies[first].size
-            left_out.add(first)
-    return [copy for number, copy in enumerate(copies) if number not in left_out]
-
-
-def _with_drops(
-    copies: Sequence[HostCopy], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
-) -> list[HostCopy]:
-    """Drop each at the first place at which the rank need not wait for its copy: it ends before the next op starts."""
-    free, dropped = -inf, []
-    for copy in copies:
-        free = max(free, ends[copy.offload - 1]) + copy.size / settings.to_host
-        dropped.append(copy._replace(drop=max(copy.drop, bisect_left(starts, free))))
-    return dropped
-
-
-def _with_fetches(
-    copies: Sequence[HostCopy], starts: Sequence[float], ends: Sequence[float], settings: HostCopySettings
-) -> list[HostCopy]:
-    """Fetch each at the last place from which it is back in time, in the order of fetches; leave out others.
-
-    Placed from the last to the first: each must end before its reader starts, and before the next copy does.
-    """
-    next_start, placed = inf, []
-    for copy in sorted(copies, key=lambda copy: (copy.reader, copy.offload), reverse=True):
-        start = min(next_start, starts[copy.reader]) - copy.size / settings.from_host
-        place = min(bisect_right(ends, start), copy.reader - AHEAD)
-        if place > copy.drop:
-            placed.append(copy._replace(fetch=place))
-            next_start = start
-    return placed[::-1]
-
-
 class CopiesOfPlace(NamedTuple):
     """Copies that have an instruction at one place of a rank, in the order in which they are posted."""
 
@@ -276,30 +167,12 @@ class TimedCopy(NamedTuple):
     fetch_end: float
 
 
-@dataclass(frozen=True, slots=True)
-class HostCopyPlan:
-    """The copies of all ranks."""
-
-    ranks: tuple[tuple[HostCopy, ...], ...]
-    """Per rank its copies, by the place of their fetch."""
-    to_host: float = inf
-    """Bytes per time from a device to its host."""
-    from_host: float = inf
-    """Bytes per time back."""
-
-    @classmethod
-    def of(cls, spans: TimedOpsOfRank, shape: PipelineShape, settings: HostCopySettings) -> "HostCopyPlan":
-        """Plan the copies of all ranks."""
-        ranks = (plan_host_copies(spans(rank), shape, settings) for rank in range(shape.num_ranks))
-        return cls(tuple(map(tuple, ranks)), settings.to_host, settings.from_host)
-
-
 class CopyLanes:
     """The lanes of one rank while its ops are simulated, first to last."""
 
-    def __init__(self, copies: Sequence[HostCopy], plan: HostCopyPlan) -> None:
+    def __init__(self, copies: Sequence[HostCopy] = (), to_host: float = inf, from_host: float = inf) -> None:
         self._places = copies_by_place(copies)
-        self._speeds = plan.to_host, plan.from_host
+        self._speeds = to_host, from_host
         self._free = [-inf, -inf]
         self._fetched: dict[int, float] = {}
         self._offloads: dict[HostCopy, tuple[float, float]] = {}

@@ -57,7 +57,6 @@ from deepspeed_ext.plan.programs.host_copies import (
     HostCopySettings,
     check_host_copies,
     copies_by_place,
-    plan_host_copies,
 )
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
@@ -375,8 +374,12 @@ def lower_rank(
             [(COMPLETE[posting.message.kind], posting.message) for posting in complete],
         )
 
-    copies = [] if host_copies is None else plan_host_copies(messages[rank].spans, shape, host_copies)
-    copied, nothing = copies_by_place(copies), CopiesOfPlace([], [], [])
+    copied, nothing = dict[int, CopiesOfPlace](), CopiesOfPlace([], [], [])
+    if host_copies is not None:
+        from deepspeed_ext.plan.simulate.host_copies import TimedColumns, plan_host_copies
+
+        timed = TimedColumns.of(messages[rank].spans)
+        copied = copies_by_place(plan_host_copies(timed, shape, host_copies).copies())
     steps: list[_Step] = []
     loaded: set[int] = set()
     for place, (op, *_) in enumerate(messages[rank].spans):

@@ -7,19 +7,23 @@ read the dependencies of ops from one table, `ops.DEPENDENCIES`.
 from collections import defaultdict, deque
 from collections.abc import Container, Sequence
 from itertools import product
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, parts, prerequisites, reading_stage, result
-from deepspeed_ext.plan.programs.host_copies import CopyLanes, HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import CopyLanes, HostCopySettings
 from deepspeed_ext.plan.programs.program import Channel, reductions_beside
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
+
+if TYPE_CHECKING:
+    from deepspeed_ext.plan.simulate.host_copies import HostCopyPlan
 
 __all__ = ["check_complete", "check_order", "check_orders", "simulate", "simulate_with_host_copies"]
 
 
 def simulate(
-    orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts, host_copies: HostCopyPlan | None = None
+    orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts, host_copies: "HostCopyPlan | None" = None
 ) -> Timeline:
     """Start every op as soon as its rank is free and its prerequisites are there.
 
@@ -40,8 +44,9 @@ def simulate(
     spans: list[list[Span]] = [[] for _ in orders]
     # When each rank is free for its next op.
     clocks = [0.0] * len(orders)
-    plan = host_copies or HostCopyPlan(((),) * len(orders))
-    lanes = [CopyLanes(copies, plan) for copies in plan.ranks]
+    lanes = [CopyLanes() for _ in orders]
+    if (plan := host_copies) is not None:
+        lanes = [CopyLanes(copies.copies(), plan.to_host, plan.from_host) for copies in plan.ranks]
     # A rank that must wait is listed under the result it waits for; the end of that op resumes it. The work is thus
     # linear in the number of ops, whatever their order.
     waiting: dict[Op, list[int]] = {}
@@ -82,8 +87,10 @@ def simulate_with_host_copies(
     orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts, settings: HostCopySettings
 ) -> Timeline:
     """Return the timeline with the host copies that are planned on the timeline without them."""
+    from deepspeed_ext.plan.simulate.host_copies import HostCopyPlan, TimedColumns
+
     without = simulate(orders, shape, costs)
-    return simulate(orders, shape, costs, HostCopyPlan.of(without.spans.__getitem__, shape, settings))
+    return simulate(orders, shape, costs, HostCopyPlan.of(map(TimedColumns.of, without.spans), shape, settings))
 
 
 class _Network:

@@ -8,10 +8,9 @@ numba is imported when it is first needed.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -19,8 +18,6 @@ import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, TimedCopy
-from deepspeed_ext.plan.programs.program import Content
 
 Numbers = np.ndarray[Any, Any]
 
@@ -28,9 +25,6 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 NOTHING = -1
-
-OFFLOADED, FETCHED, DROPPED = range(3)
-"""Events of a host copy at a place, and the rows of their times."""
 
 
 def compiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -268,53 +262,3 @@ class Tables(NamedTuple):
             np.where(travels, latency[ways.boundary], 0.0),
             np.zeros(int(ways.channel.max()) + 1),
         )
-
-
-class CopyEvents(NamedTuple):
-    """Host copies as the loop reads them. Copies are numbered rank by rank, ops of N by their places in the rows."""
-
-    posts: Numbers
-    """[N + 1] first index in `posted` of the copies with a place after each op."""
-    posted: Numbers
-    """[events] number of a copy, times 3, plus its event."""
-    copying: Numbers
-    """[2 * C] times of C copies to the host, then of those from it; empty without copies."""
-    back: Numbers
-    """[N] the copy that an op waits for; -1 if none."""
-
-    @classmethod
-    def of(cls, plan: HostCopyPlan, width: int) -> "CopyEvents":
-        """Number the copies of a plan, for rows of a width."""
-        copies = list(chain.from_iterable(plan.ranks))
-        content, *_, size, offload, drop, fetch, reader = zip(*copies, strict=True) if copies else [()] * 9
-        first = np.repeat(np.arange(len(plan.ranks)) * width, list(map(len, plan.ranks)))
-        number = np.arange(len(copies))
-        back = np.full(len(plan.ranks) * width, NOTHING, np.int64)
-        # Of an op the last one, since they are back in this order.
-        np.maximum.at(back, first + np.array(reader, np.int64), number)
-        # By op, then by event, then in the order in which copies are posted.
-        op = np.concatenate([first + np.array(each, np.int64) - 1 for each in (offload, fetch, drop)])
-        event = np.repeat([OFFLOADED, FETCHED, DROPPED], len(copies))
-        keys_later = np.concatenate([[each is Content.KEYS_AND_VALUES for each in content], np.zeros(2 * len(copies))])
-        order = np.lexsort((keys_later, event, op))
-        return cls(
-            np.concatenate([[0], np.cumsum(np.bincount(op, minlength=len(back)))]),
-            (3 * np.tile(number, 3) + event)[order],
-            np.concatenate([np.array(size, np.float64) / speed for speed in (plan.to_host, plan.from_host)]),
-            back,
-        )
-
-    def timed(self, plan: HostCopyPlan, copied: Numbers) -> Iterator[TimedCopy]:
-        """Yield the copies that have run, by rank and start, from their times [3 * copies]."""
-        to_host, from_host = self.copying.reshape(2, -1)
-        offloaded, fetched, dropped = copied.reshape(3, -1)
-        times = zip(
-            *(each.tolist() for each in (offloaded, offloaded + to_host, dropped, fetched, fetched + from_host)),
-            strict=True,
-        )
-        for copies in plan.ranks:
-            timed = [(copy.offload, TimedCopy(*copy[:4], *next(times))) for copy in copies]
-            yield from (copy for _, copy in sorted(timed, key=lambda each: (each[0], each[1].content)))
-
-
-NO_COPIES = CopyEvents(*(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.float64, np.int64)))

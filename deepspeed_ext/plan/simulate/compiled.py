@@ -7,7 +7,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,22 +16,21 @@ import numpy as np
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import token_lengths
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, TimedCopy
+from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate import STEP_PARTS, check_complete, check_orders, simulate
 from deepspeed_ext.plan.simulate.arrays import (
     CODE,
     KINDS,
-    NO_COPIES,
     NOTHING,
     PARTS,
-    CopyEvents,
     Numbers,
     OpColumns,
     Tables,
     data_flow,
     empty_results,
 )
+from deepspeed_ext.plan.simulate.host_copies import NO_COPIES, CopyEvents, HostCopyPlan, TimedColumns
 from deepspeed_ext.plan.timeline import Span, Timeline
 
 
@@ -44,8 +43,12 @@ class SimulatedOrders:
     """[P, longest] start of each op; 0 beyond the ops of a rank."""
     ends: Numbers
     """[P, longest] end of each op; 0 beyond the ops of a rank."""
-    host_copies: tuple[TimedCopy, ...]
-    """Copies to the host and back, by rank and start."""
+    plan: HostCopyPlan | None
+    """Host copies that ran beside the ops."""
+    copies: CopyEvents
+    """The same as the loop has read them."""
+    copied: Numbers
+    """[3 * copies] when each was copied to the host and back, and dropped, as in `loop.replay`."""
 
     @property
     def makespan(self) -> float:
@@ -58,6 +61,16 @@ class SimulatedOrders:
         makespan = self.makespan
         busy = float((self.ends - self.starts).sum())
         return 1 - busy / (self.compiled.shape.num_ranks * makespan) if makespan else 0.0
+
+    @cached_property
+    def host_copies(self) -> tuple[TimedCopy, ...]:
+        """Copies to the host and back, by rank and start."""
+        return () if self.plan is None else tuple(self.copies.timed(self.plan, self.copied))
+
+    def columns(self) -> Iterator[TimedColumns]:
+        """Yield the ops of each rank, with their start and end."""
+        for rank, length in enumerate(self.compiled.lengths):
+            yield TimedColumns(self.compiled.columns(rank), self.starts[rank, :length], self.ends[rank, :length])
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The ops of one rank, with their start and end."""
@@ -159,8 +172,7 @@ class CompiledOrders:
         if replay(tables, flow, self.rows, self.lengths, starts, ends, ready, copies, copied) >= UNKNOWN:
             simulate(self.orders, self.shape, costs)  # raises the error
             raise AssertionError("the plain simulator ends where the fast one does not")
-        timed = () if host_copies is None else tuple(copies.timed(host_copies, copied))
-        return SimulatedOrders(self, starts, ends, timed)
+        return SimulatedOrders(self, starts, ends, host_copies, copies, copied)
 
     def peak_activation(self, lengths: Sequence[float] | None = None) -> tuple[float, ...]:
         """Per rank its peak of activations, equal to `memory.peak_activation`; it needs no costs."""

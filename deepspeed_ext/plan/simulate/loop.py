@@ -6,7 +6,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from numba import njit
 
-from deepspeed_ext.plan.simulate.arrays import DROPPED, CopyEvents, DataFlow, Numbers, Tables, compiled
+from deepspeed_ext.plan.simulate.arrays import DataFlow, Numbers, Tables, compiled
+from deepspeed_ext.plan.simulate.host_copies import DROPPED, CopyEvents
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

@@ -37,8 +37,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.simulate.arrays import NO_COPIES, CopyEvents, DataFlow, Numbers, Tables, compiled
+from deepspeed_ext.plan.simulate.arrays import DataFlow, Numbers, Tables, compiled
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.simulate.host_copies import NO_COPIES, CopyEvents
 from deepspeed_ext.plan.simulate.loop import UNKNOWN, available_at, hand_over, inlined, replay
 from deepspeed_ext.plan.solve.problem import ROUNDING, SchedulingProblem, peak_of_row
 

@@ -14,8 +14,9 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.simulate import loop
-from deepspeed_ext.plan.simulate.arrays import NO_COPIES, DataFlow, Numbers, Tables, compiled, data_flow, empty_results
+from deepspeed_ext.plan.simulate.arrays import DataFlow, Numbers, Tables, compiled, data_flow, empty_results
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.simulate.host_copies import NO_COPIES
 
 ROUNDING = 1e-9
 """How far sums of shares may be over the limit, in activations of one micro-batch."""

@@ -14,10 +14,10 @@ import numpy as np
 
 from deepspeed_ext.plan.costs import EXPANDED_AT_ONCE, SCORES_AT_ONCE, longest_in_window
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, result
-from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
+from deepspeed_ext.plan.simulate.host_copies import CopyColumns
 from megatron_terapipe.config.flops import (
     LOG_SUM_EXP_BYTES,
     expanded_channels,
@@ -394,8 +394,14 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
     return enough if enough < num_micro_batches and enough // least == 4 else num_micro_batches
 
 
-def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, copies: Sequence[HostCopy] = ()) -> Held:
-    """Return the peak bytes of ranks, by kind: [...]."""
+def peak_held(
+    order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, copies: Sequence[CopyColumns] = ()
+) -> Held:
+    """Return the peak bytes of ranks, by kind: [...].
+
+    Args:
+        copies: to the host, of each of the ranks; empty for none.
+    """
     tokens = np.asarray(lengths, dtype=float)
     own = tokens[order.token_slice]
     change, is_turn = _LIVE_CHANGE[order.kind], _TURNS[order.kind]
@@ -410,7 +416,7 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     comes = np.where(is_forward, activations, 0.0)
     goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
     comes, goes = comes + np.where(is_forward, state, 0.0), goes + np.where(is_turn, state, 0.0)
-    held_activations = _during(comes, goes) - _on_host(copies, Content.INPUT, len(own.T))
+    held_activations = _during(comes, goes) - _on_host(copies, Content.INPUT, own.shape[-1])
     logits = own * of_token.logits
     held_logits = np.where(is_turn, logits, 0.0)
     if not of_stage.is_recomputed:
@@ -420,17 +426,19 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     sequence = tokens.sum() * of_token.key_values
     in_reach = (len(tokens) > 1) * of_token.window_gradients
     comes, goes = np.where(is_forward & first, sequence, 0.0), np.where(is_turn & first, sequence, 0.0)
-    if any(copy.content is Content.KEYS_AND_VALUES for copy in copies):
-        # Tensors of each token slice are apart, so that each can go by itself.
+    if copies:
+        # On ranks with copies of them, tensors of each token slice are apart, so that each can go by itself.
+        apart = np.array([[len(of_rank.of(Content.KEYS_AND_VALUES).size) > 0] for of_rank in copies])
         of_own = own * of_token.key_values
-        comes, goes = np.where(is_forward, of_own, 0.0), np.where(is_turn, of_own, 0.0)
+        comes = np.where(apart, np.where(is_forward, of_own, 0.0), comes)
+        goes = np.where(apart, np.where(is_turn, of_own, 0.0), goes)
     comes = comes + np.where(is_turn & last, tokens[:-1].sum() * of_token.key_value_gradients + in_reach, 0.0)
     # The backward of a token slice frees the gradients of its own keys and values; the first that runs has none yet.
     goes = goes + np.where(is_turn & ~last, own * of_token.key_value_gradients, 0.0)
     goes = goes + np.where(is_turn & first, in_reach, 0.0)
     held_key_values = _during(comes, goes)
     # Copies are of all layers; keys and values of layers with a window are among activations.
-    on_host = _on_host(copies, Content.KEYS_AND_VALUES, len(own.T))
+    on_host = _on_host(copies, Content.KEYS_AND_VALUES, own.shape[-1])
     held_activations = held_activations - np.maximum(on_host - held_key_values, 0.0)
     held_key_values = np.maximum(held_key_values - on_host, 0.0)
     working = np.where(is_turn, working_bytes(own, of_token, head_working, of_stage.limits), 0.0)
@@ -439,14 +447,14 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     return Held(*(np.take_along_axis(part, at, axis=-1)[..., 0] for part in parts))
 
 
-def _on_host(copies: Sequence[HostCopy], content: Content, num_ops: int) -> Numbers:
-    """[ops] bytes that are only on the host while each op runs."""
-    changes = np.zeros(num_ops + 1)
-    for copy in copies:
-        if copy.content is content:
-            changes[copy.drop] += copy.size
-            changes[copy.fetch] -= copy.size
-    return np.cumsum(changes[:-1])
+def _on_host(copies: Sequence[CopyColumns], content: Content, num_ops: int) -> ScalarOrArray:
+    """[ranks, ops] bytes that are only on the host while each op runs."""
+    if not copies:
+        return 0.0
+    found = [of_rank.of(content) for of_rank in copies]
+    dropped = [np.bincount(each.drop, each.size, num_ops) for each in found]
+    fetched = [np.bincount(each.fetch, each.size, num_ops) for each in found]
+    return np.cumsum(np.subtract(dropped, fetched), axis=1)
 
 
 def _during(comes: Numbers, goes: Numbers) -> Numbers:

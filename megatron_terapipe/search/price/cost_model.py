@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED
+from deepspeed_ext.plan.simulate.host_copies import HostCopyPlan
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, OPERAND_BYTES, Software

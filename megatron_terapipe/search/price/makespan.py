@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED, memory_of_1f1b, schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders, SimulatedOrders
+from deepspeed_ext.plan.simulate.host_copies import HostCopyPlan
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.search.price.activations import orders_of_ranks
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
@@ -257,7 +258,7 @@ class ScheduleSimulator:
         key = schedule, shape, costs, settings
         if self._planned is None or self._planned[0] != key:
             simulated = self.orders(schedule, shape).simulate(costs)
-            self._planned = key, simulated, HostCopyPlan.of(simulated.spans, shape, settings)
+            self._planned = key, simulated, HostCopyPlan.of(simulated.columns(), shape, settings)
         return self._planned[1:]
 
     def _optimised(

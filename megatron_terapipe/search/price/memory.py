@@ -8,6 +8,7 @@ Adam of Kingma and Ba, arXiv 1412.6980; ZeRO, arXiv 1910.02054 section 3.1 (16 b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.simulate.arrays import OpColumns
+from deepspeed_ext.plan.simulate.host_copies import HostCopyPlan
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, OPERAND_BYTES, Software
 from megatron_terapipe.search.machine.trainers import TERAPIPE
@@ -29,7 +31,6 @@ from megatron_terapipe.search.price.activations import (
     limits_of,
     orders_of_ranks,
     peak_held,
-    rank_order,
     steady_micro_batches,
 )
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, constant
@@ -395,12 +396,9 @@ class MemoryModel:
             schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0
         num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
         shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
-        if copies is None:
-            blocks = [peak_held(order, lengths, of_stage) for order in self.orders(schedule, shape)]
-        else:
-            orders = (rank_order(schedule, shape, rank) for rank in range(ranks))
-            pairs = zip(orders, copies.ranks, strict=True)
-            blocks = [peak_held(order, lengths, of_stage, of_rank) for order, of_rank in pairs]
+        blocks, of_ranks = [], iter(() if copies is None else copies.ranks)
+        for order in self.orders(schedule, shape):
+            blocks.append(peak_held(order, lengths, of_stage, tuple(islice(of_ranks, len(order.kind)))))
         held = Held(*(np.concatenate([np.atleast_1d(each) for each in part]) for part in zip(*blocks, strict=True)))
         if limit is None:
             return held

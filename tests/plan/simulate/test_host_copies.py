@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import breadth_first, rank_orders
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.simulate.host_copies import HostCopyPlan, TimedColumns
 from deepspeed_ext.plan.timeline import Timeline
 from tests.strategies import costs_with_links, host_copy_settings, orders_of_pipelines
 
@@ -69,7 +70,7 @@ def test_no_op_reads_during_a_copy_and_lanes_are_serial(drawn):
 @given(planned, st.sampled_from([0.01, 0.3, 1.0]))
 def test_both_simulators_wait_alike_where_copies_are_slower_than_planned(drawn, speed):
     (orders, shape), costs, copied = drawn
-    plan = HostCopyPlan.of(simulate(orders, shape, costs).spans.__getitem__, shape, copied)
+    plan = HostCopyPlan.of(map(TimedColumns.of, simulate(orders, shape, costs).spans), shape, copied)
     plan = replace(plan, to_host=min(plan.to_host, 1e6) * speed, from_host=min(plan.from_host, 1e6) * speed)
     plain = simulate(orders, shape, costs, plan)
     assert plain.makespan >= simulate(orders, shape, costs).makespan * (1 - 1e-12)

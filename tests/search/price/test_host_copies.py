@@ -8,9 +8,10 @@ import pytest
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.simulate.host_copies import HostCopyPlan
 from megatron_terapipe.search.machine.cluster import Cluster, HostMemory
-from megatron_terapipe.search.price.activations import StageBytes, TokenMemory, peak_held, rank_order
+from megatron_terapipe.search.price.activations import StageBytes, TokenMemory, orders_of_ranks, peak_held
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.memory import SHARE_OF_HOST
@@ -24,8 +25,8 @@ GPT = gpt_workload(MODEL)
 
 def host_bytes(copies):
     """The most bytes that the copies of a rank take of its host at a time."""
-    changes = sorted(change for copy in copies for change in ((copy.offload, copy.size), (copy.reader, -copy.size)))
-    return max(np.cumsum([size for _, size in changes]))
+    sizes, places = np.append(copies.size, -copies.size), np.append(copies.offload, copies.reader)
+    return np.cumsum(sizes[np.lexsort((sizes, places))]).max()
 
 
 STRATEGY = Strategy(
@@ -97,14 +98,13 @@ def test_bytes_are_those_of_the_plan(schedule: str, micro_batches: int) -> None:
     costs = OpCosts(ones, ones)
     simulated = ScheduleSimulator().orders(schedule, shape).simulate(costs)
     settings = HostCopySettings(lengths=lengths, input_bytes=inputs, key_value_bytes=keys)
-    plan = HostCopyPlan.of(simulated.spans, shape, settings)
+    plan = HostCopyPlan.of(simulated.columns(), shape, settings)
     timeline = simulated.compiled.simulate(costs, plan).timeline()
     nothing = (0.0,) * 6
     curves = memory_over_time(timeline, lengths, TokenBytes(nothing, keys, nothing, stage_input=inputs))
-    copies = plan.ranks
     of_token = TokenMemory(np.array(inputs), np.array(keys), freed_by_input_gradient=np.array(inputs))
     of_stage = StageBytes(of_token, is_recomputed=True)
-    for rank, curve in enumerate(curves):
-        assert copies[rank]
-        held = peak_held(rank_order(schedule, shape, rank), lengths, of_stage, copies[rank])
-        assert float(held.activations + held.key_values) == pytest.approx(peak(curve))
+    assert all(len(copies.size) for copies in plan.ranks)
+    (order,) = orders_of_ranks(schedule, shape)
+    held = peak_held(order, lengths, of_stage, plan.ranks)
+    assert held.activations + held.key_values == pytest.approx(list(map(peak, curves)))
