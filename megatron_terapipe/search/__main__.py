@@ -2,10 +2,8 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from types import ModuleType
 
 from deepspeed_ext.plan.terminal import CommandParser, run_command
 from megatron_terapipe.command.main import SEARCH
@@ -30,58 +28,49 @@ COMMANDS = {part.name: part for part in SEARCH.parts}
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.search") -> int:
     """Run a command and return its exit code: 2 for bad input, with one line of error."""
     words = sys.argv[1:] if argv is None else list(argv)
-    with _rare_collections():
-        return run_command(lambda: _run(words, prog))
-
-
-MANY_OBJECTS = 100_000
-"""New objects after which garbage is collected."""
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage less often: plans of host copies make a million tuples that live, and collections walk them."""
     usual = gc.get_threshold()
     gc.set_threshold(MANY_OBJECTS, *usual[1:])
     try:
-        yield
+        return run_command(lambda: _run(words, prog))
     finally:
         gc.set_threshold(*usual)
 
 
+MANY_OBJECTS = 100_000
+"""New objects after which garbage is collected: plans of host copies make a million tuples that live, and collections
+walk them."""
+
+
 def _run(words: list[str], prog: str) -> int:
-    if not words or words[0].startswith("-"):
-        _overview(prog)[0].parse_args(words)
-        raise ConfigError(f"no command is named: choose among {', '.join(COMMANDS)}, or see {prog} --help")
-    name, *rest = words
-    if name not in COMMANDS:
+    name = next((word for word in words if not word.startswith("-")), None)
+    if words and name is not None and name not in COMMANDS:
         raise ConfigError(f"command {name!r} is not known: {suggestion(name, COMMANDS)}")
     # Only this one is imported: no command waits for the imports of another.
-    parser = CommandParser(prog=f"{prog} {name}")
-    return int(_completed(parser, name).run(parser.parse_args(rest)))
+    options = _parser(prog, [name]).parse_args(words)
+    return int(options.run(options))
 
 
 def build_parser(prog: str) -> CommandParser:
     """Return the parser of all commands; `prog`: the words before them."""
-    parser, parts = _overview(prog)
-    for name, part in parts.items():
-        _completed(part, name)
-    return parser
+    return _parser(prog, COMMANDS)
 
 
-def _overview(prog: str) -> tuple[CommandParser, dict[str, CommandParser]]:
-    """The parser that lists the commands, and a parser of each command, which has no flags yet."""
+def _parser(prog: str, imported: Iterable[str | None]) -> CommandParser:
+    """Return a parser that lists all commands, and has the flags of some.
+
+    The module of a command has HELP, EXAMPLES, `add_flags(parser)` and `run(options)`.
+    """
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    return parser, {name: commands.add_parser(name, help=part.summary) for name, part in COMMANDS.items()}
-
-
-def _completed(parser: CommandParser, name: str) -> ModuleType:
-    """Complete a command's parser by its module, which has HELP, EXAMPLES, `add_flags(parser)` and `run(options)`."""
-    module = import_module(COMMANDS[name].module)
-    parser.description, parser.epilog = module.HELP, f"{module.EXAMPLES.rstrip()}\n\nRead on: docs/how-to/search.md."
-    module.add_flags(parser)
-    return module
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, part in COMMANDS.items():
+        command = commands.add_parser(name, help=part.summary)
+        if name in imported:
+            module = import_module(part.module)
+            command.description = module.HELP
+            command.epilog = f"{module.EXAMPLES.rstrip()}\n\nRead on: docs/how-to/search.md."
+            command.set_defaults(run=module.run)
+            module.add_flags(command)
+    return parser
 
 
 if __name__ == "__main__":

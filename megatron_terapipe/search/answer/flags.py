@@ -1,14 +1,15 @@
 """Flags that several commands have, and the model, cluster, constraints and strategies that they name."""
 
 import argparse
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.terminal import ProgressLine
+from deepspeed_ext.plan.terminal import ProgressLine, up_to
 from deepspeed_ext.plan.text_files import field_texts, read_text
+from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.devices import EIGHT_BITS
@@ -29,6 +30,9 @@ CHANGES = (
     *("seq_length", "sliding_window", "vocab_size", "mtp_num_layers"),
 )
 """Fields of the model section that flags of the search may change."""
+
+MANY = up_to(1_000_000)
+"""Type of a flag that is a number of devices or strategies."""
 
 FROM_FLAGS = "-"  # MODEL where flags give all of it
 FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # target of flags
@@ -74,7 +78,7 @@ def add_question_flags(parser: argparse.ArgumentParser, *, software: bool = Fals
     )
     group.add_argument(
         "--devices-at-most",
-        type=int,
+        type=MANY,
         metavar="N",
         help="use only a part of the cluster: its fastest nodes, whole ones, with N devices together at most",
     )
@@ -130,43 +134,56 @@ def add_headroom_flag(parser: FlagSet) -> None:
     """Add the flag for the memory that the winner leaves free."""
     parser.add_argument(
         "--memory-headroom",
+        type=memory_share,
         metavar="SHARE",
-        default=str(MEMORY_HEADROOM),
+        default=MEMORY_HEADROOM,
         help=f"share of each device's memory to keep free, such as 0.1 or 10%% (default: {MEMORY_HEADROOM})",
     )
 
 
-def headroom_of(options: argparse.Namespace) -> float:
-    """Return the share of memory to keep free, in [0, 1)."""
-    text = str(options.memory_headroom).strip()
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
+def add_batch_flag(parser: FlagSet) -> None:
+    """Add the flag for the sequences of an optimizer step."""
+    parser.add_argument(
+        "--global-batch-size",
+        type=up_to(MOST_SEQUENCES),
+        required=True,
+        metavar="N",
+        help="sequences of one optimizer step",
+    )
+
+
+def memory_share(text: str) -> float:
+    """Return a share of the memory, in [0, 1), from 0.05 or 5%."""
+    share = _number(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
     if not 0 <= share < 1:
-        raise ConfigError(
-            f"--memory-headroom {text} is not a share of the memory from 0 to below 1: give one such as 0.05 or 5%"
-        )
+        raise argparse.ArgumentTypeError(f"{text} is not a share of the memory from 0 to below 1, such as 0.05 or 5%")
     return share
 
 
-def check_count(flag: str, value: int | None, most: int = 1_000_000, least: int = 1) -> None:
-    """Check a flag that counts; `value`: None = it is not given."""
-    if value is not None and value < least:
-        raise ConfigError(f"{flag} {value} is not a whole number from {least}: give one")
-    if value is not None and value > most:
-        raise ConfigError(f"{flag} {value} is more than {most:,}: give {most:,} or less")
+def above_zero(text: str) -> float:
+    """Return a finite number above 0."""
+    number = _number(text)
+    if not 0 < number < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return number
 
 
-def whole_numbers(text: str, wrong: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as 1,2,4; `wrong` is the error if one is not a whole number from 1."""
+def _number(text: str) -> float:
     try:
-        numbers = tuple(int(word) for word in text.split(","))
+        return float(text)
     except ValueError:
-        numbers = (0,)
+        return nan
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Return the whole numbers from 1 of a list such as 1,2,4, each once, in rising order."""
+    try:
+        numbers = {int(word) for word in text.split(",")}
+    except ValueError:
+        numbers = {0}
     if min(numbers) < 1:
-        raise ConfigError(wrong)
-    return numbers
+        raise argparse.ArgumentTypeError(f"{text} is not a list of whole numbers from 1, such as 1,2,4")
+    return tuple(sorted(numbers))
 
 
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
@@ -206,7 +223,6 @@ def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
     most = options.devices_at_most
     if most is None or most >= cluster.num_devices:
         return cluster, notes
-    check_count("--devices-at-most", most, most)
     part = cluster.at_most(most)
     names = [node.name for node in part.nodes]
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
@@ -252,7 +268,7 @@ def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[Sea
         global_batch_size=global_batch_size,
         precision=precision,
         software=software,
-        memory_headroom=headroom_of(options) if hasattr(options, "memory_headroom") else MEMORY_HEADROOM,
+        memory_headroom=getattr(options, "memory_headroom", MEMORY_HEADROOM),
     )
     return problem, notes
 

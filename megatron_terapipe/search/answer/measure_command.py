@@ -4,13 +4,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, add_json_flag
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, add_json_flag, up_to
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
 from megatron_terapipe.search.answer.flags import (
     CHANGES,
     PRECISIONS,
+    above_zero,
     add_model_flags,
     model_of,
     whole_numbers,
@@ -56,6 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--precision", choices=PRECISIONS, help="type of the weights (default: bf16; fp32 on CPUs)")
     group.add_argument(
         "--tensor-parallel-size",
+        type=whole_numbers,
         metavar="N,N",
         help=(
             "tensor-parallel sizes; each rank measures its own part (default: powers of two up to the number "
@@ -63,14 +65,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
-        "--micro-batch-size", metavar="N,N", default="1,2,4", help="sequences of a micro-batch (default: 1,2,4)"
+        "--micro-batch-size",
+        type=whole_numbers,
+        metavar="N,N",
+        default=(1, 2, 4),
+        help="sequences of a micro-batch (default: 1,2,4)",
     )
     group.add_argument(
-        "--num-token-slices", metavar="N,N", help="numbers of equal token slices of a sequence (default: 1,2,4,8,16)"
+        "--num-token-slices",
+        type=whole_numbers,
+        metavar="N,N",
+        help="numbers of equal token slices of a sequence (default: 1,2,4,8,16)",
     )
     group.add_argument(
         "--num-processes",
-        type=int,
+        type=up_to(1024),
         metavar="N",
         help="ranks of this machine that measure at the same time (default: one per device; 2 on a CPU)",
     )
@@ -84,7 +93,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--budget-s",
-        type=float,
+        type=above_zero,
         default=120.0,
         metavar="SECONDS",
         help="start no new measurement after this time (default: 120)",
@@ -95,27 +104,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and write."""
     model, precision = _measured_model(options)
-    if options.budget_s <= 0:
-        raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
-    if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
-        why_not = "the hostfile has the ranks of each host: drop one of the two flags"
-        if options.hostfile is None:
-            why_not = "it is not a whole number from 1: give one"
-        raise ConfigError(f"--num-processes {options.num_processes}: {why_not}")
+    if options.num_processes is not None and options.hostfile is not None:
+        raise ConfigError(
+            f"--num-processes {options.num_processes}: the hostfile has the ranks of each host: drop one of the flags"
+        )
     slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
     ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
-    tensor, token_slices = options.tensor_parallel_size, options.num_token_slices
     # Layers of one's own may need ranks that really exchange their parts.
     most = 1 if options.program else max(ranks_of_a_node, 1)
     divisors = [size for size in (1, 2, 4, 8) if size <= most and not undivided_number(model, size)]
     sizes = MeasuredSizes(
         model=model,
         precision=options.precision or precision or ("fp32" if on_cpu() else "bf16"),
-        tensor_parallel_sizes=numbers(tensor, "--tensor-parallel-size") if tensor else tuple(divisors),
-        micro_batch_sizes=numbers(options.micro_batch_size, "--micro-batch-size"),
-        nums_token_slices=numbers(token_slices, "--num-token-slices")
-        if token_slices
-        else default_numbers_of_token_slices(model.seq_length),
+        tensor_parallel_sizes=options.tensor_parallel_size or tuple(divisors),
+        micro_batch_sizes=options.micro_batch_size,
+        nums_token_slices=options.num_token_slices or default_numbers_of_token_slices(model.seq_length),
         budget_s=options.budget_s,
         program=tuple(options.program) if options.program else None,
     )
@@ -193,12 +196,6 @@ def next_steps(profile: Profile, model: str, path: str) -> Iterator[str]:
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
     if profile.own_model is None:
         yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
-
-
-def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Return the numbers of a list, each once, in rising order."""
-    wrong = f"{flag} {text} is not a list of whole numbers from 1: write it as 1,2,4"
-    return tuple(sorted(set(whole_numbers(text, wrong))))
 
 
 def summary(profile: Profile) -> Iterator[str]:

@@ -3,7 +3,8 @@
 import argparse
 from dataclasses import replace
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag, up_to
+from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.flags import (
@@ -40,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--global-batch-size",
-        type=int,
+        type=up_to(MOST_SEQUENCES),
         metavar="N",
         help="sequences of one optimizer step, for strategies without a batch size",
     )

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_terapipe.config.batch import MOST_SEQUENCES
-from megatron_terapipe.search.answer.flags import check_count, constraints_of, problem_of
+from megatron_terapipe.search.answer.flags import constraints_of, problem_of
 from megatron_terapipe.search.learn.costs import Costs, read_costs
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.rules import ProgressCallback, no_progress
@@ -60,8 +59,6 @@ def question_of(options: argparse.Namespace, num_sequences: int | None = None) -
     Args:
         num_sequences: in an optimizer step; None = the number of the flag, else 1.
     """
-    if num_sequences is None:
-        check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
     problem, notes = problem_of(options, num_sequences or options.global_batch_size or 1)
     constraints = constraints_of(options)
     check_runnable(constraints, problem.software)

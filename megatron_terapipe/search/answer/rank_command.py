@@ -5,7 +5,6 @@ run -> search -> advise -> RankDocument -> write_files, show_answer; --explain: 
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,15 +12,16 @@ from dataclasses import replace
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.console import output_console, print_text
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.flags import (
+    MANY,
+    above_zero,
+    add_batch_flag,
     add_constraint_flags,
     add_headroom_flag,
     add_progress_flag,
     add_question_flags,
-    check_count,
     progress_bar,
     read_one_strategy,
 )
@@ -66,15 +66,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_question_flags(parser, software=True)
     add_training_flags(parser)
     group = parser.add_argument_group("search")
-    group.add_argument(
-        "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
-    )
-    group.add_argument("--top", type=int, default=10, metavar="K", help="rows to list (default: 10)")
+    add_batch_flag(group)
+    group.add_argument("--top", type=MANY, default=10, metavar="K", help="rows to list (default: 10)")
     group.add_argument(
         "--all-variants", action="store_true", help="list all strategies, not only the best of each parallel layout"
     )
     group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="amount of simulation; 1 takes seconds (default: 1)"
+        "--effort", type=above_zero, default=1.0, metavar="X", help="amount of simulation; 1 takes seconds (default: 1)"
     )
     add_headroom_flag(group)
     group.add_argument(
@@ -115,9 +113,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, print the answer, and return the exit code: 1 if no strategy can run."""
-    check_count("--top", options.top)
-    if not 0 < options.effort < math.inf:
-        raise ConfigError(f"--effort {options.effort} is not above 0 and finite: give 1, or more for a longer search")
     question, notes = question_of(options)
     problem, costs = question.problem, question.costs
     training = training_of(options, problem.cluster)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import OPTIMISED
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag, up_to
 from megatron_terapipe.console import output_console, plain_table
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import DEVICE
@@ -15,7 +15,6 @@ from megatron_terapipe.search.answer.answer import question
 from megatron_terapipe.search.answer.figures import speed_of
 from megatron_terapipe.search.answer.flags import (
     add_question_flags,
-    check_count,
     read_one_strategy,
     whole_numbers,
 )
@@ -48,11 +47,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--strategy", metavar="FILE", required=True, help="JSON file of a strategy, or of an entry that rank wrote"
     )
     group.add_argument(
-        "--count", metavar="N,N", help="numbers of token slices to price (default: 1 and the most promising up to 128)"
+        "--count",
+        type=whole_numbers,
+        metavar="N,N",
+        help="numbers of token slices to price (default: 1 and the most promising up to 128)",
     )
     group.add_argument(
         "--granularity",
-        type=int,
+        type=up_to(MOST_TOKENS),
         metavar="N",
         help=(
             "lengths are multiples of N tokens (default: 16 if token slices are long, otherwise the number that the "
@@ -70,11 +72,7 @@ def run(options: argparse.Namespace) -> int:
     reason = broken_rule(replace(strategy, num_token_slices=1, token_slices=None), problem)
     if reason is not None:
         raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
-    counts = None
-    if options.count is not None:
-        wrong = f"--count {options.count} is not a list of numbers of token slices: write 1,2,4,8"
-        counts = (1, *whole_numbers(options.count, wrong))
-    check_count("--granularity", options.granularity, MOST_TOKENS)
+    counts = None if options.count is None else (1, *options.count)
     try:
         solved = solve_cut(pricing.cost_model, strategy, counts=counts, granularity=options.granularity)
     except PlanError as error:

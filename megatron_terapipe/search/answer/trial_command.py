@@ -27,11 +27,12 @@ from megatron_terapipe.launch.launcher import free_port, launcher, remote_words,
 from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.flags import (
+    MANY,
+    above_zero,
+    add_batch_flag,
     add_constraint_flags,
     add_headroom_flag,
     add_question_flags,
-    check_count,
-    headroom_of,
     progress_bar,
     read_strategies,
 )
@@ -416,16 +417,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
     add_question_flags(parser)
     group = parser.add_argument_group("runs")
-    group.add_argument(
-        "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
-    )
-    group.add_argument("--top", type=int, default=3, metavar="K", help="strategies of the search to run (default: 3)")
+    add_batch_flag(group)
+    group.add_argument("--top", type=MANY, default=3, metavar="K", help="strategies of the search to run (default: 3)")
     add_headroom_flag(group)
     group.add_argument("--strategies", metavar="S.jsonl", help="run the strategies of this file instead, one per line")
-    group.add_argument("--iterations", type=int, default=10, metavar="N", help="iterations of each run (default: 10)")
+    group.add_argument("--iterations", type=MANY, default=10, metavar="N", help="iterations of each run (default: 10)")
     group.add_argument(
         "--rounds",
-        type=int,
+        type=MANY,
         default=1,
         metavar="N",
         help=(
@@ -434,7 +433,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
-        "--timeout-s", type=float, default=900.0, metavar="SECONDS", help="end a run that takes longer (default: 900)"
+        "--timeout-s",
+        type=above_zero,
+        default=900.0,
+        metavar="SECONDS",
+        help="end a run that takes longer (default: 900)",
     )
     group.add_argument(
         "--trials",
@@ -458,12 +461,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run and record trials, calibrate on them, compare, and return the exit code: 1 if no trial was measured."""
-    check_count("--top", options.top)
-    check_count("--iterations", options.iterations, least=2)
-    check_count("--rounds", options.rounds)
-    headroom_of(options)
-    if not options.timeout_s > 0:
-        raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")
+    if options.iterations < 2:
+        raise ConfigError("--iterations 1 has none after the first, which is slower: give 2 or more")
     if options.trainer and not Path(options.trainer).is_file():
         raise ConfigError(f"--trainer {options.trainer} is not a file: name pretrain_gpt.py")
     # JSON on the terminal is the only text there.

@@ -75,9 +75,9 @@ PIPELINE = {"pipeline_parallel_size": 4, "global_batch_size": 4, "schedule": "1f
 @pytest.mark.parametrize(
     ("words", "given", "error"),
     [
-        ("", "", "no command is named: choose among rank, predict"),
+        ("", "", "the following arguments are required: COMMAND: see python -m megatron_terapipe.search --help"),
         ("rnk", "", "command 'rnk' is not known: did you mean rank?"),
-        ("--json", "", "unrecognized arguments: --json: see python -m megatron_terapipe.search --help"),
+        ("--json", "", "the following arguments are required: COMMAND, and --json is not a flag of this command"),
         (
             "rank - {cluster} --global-batch-size 8 --hidden-size 64",
             "",
@@ -95,13 +95,14 @@ PIPELINE = {"pipeline_parallel_size": 4, "global_batch_size": 4, "schedule": "1f
         (f"{RANK} --schedule dualpipe", "", "--schedule dualpipe is not known: choose among gpipe"),
         (f"{RANK} --tensor-parallel-size x", "", "--tensor-parallel-size x is not whole numbers from 1"),
         (f"{RANK} --zero-stage 0,3", "", "--zero-stage 3 does not run in terapipe: write 0 or 1"),
-        (f"{RANK} --top 0", "", "--top 0 is not a whole number from 1"),
-        (f"{RANK} --effort 0", "", "--effort 0.0 is not above 0"),
-        (f"{RANK} --effort inf", "", "--effort inf is not above 0 and finite"),
-        (f"{RANK} --memory-headroom 1.5", "", "--memory-headroom 1.5 is not a share of the memory from 0 to below 1"),
-        (f"{RANK} --memory-headroom=-1%", "", "--memory-headroom -1% is not a share"),
-        (f"{RANK} --memory-headroom nan", "", "--memory-headroom nan is not a share"),
-        (f"{RANK} --memory-headroom some", "", "--memory-headroom some is not a share"),
+        (f"{RANK} --top 0", "", "argument --top: 0 is not a whole number from 1 to 1,000,000: see .*rank --help"),
+        (f"{RANK} --global-batch-size 0", "", "argument --global-batch-size: 0 is not a whole number from 1"),
+        (f"{RANK} --effort 0", "", "argument --effort: 0 is not a finite number above 0"),
+        (f"{RANK} --effort inf", "", "argument --effort: inf is not a finite number above 0"),
+        (f"{RANK} --memory-headroom 1.5", "", ".* 1.5 is not a share of the memory from 0 to below 1, such as"),
+        (f"{RANK} --memory-headroom=-1%", "", "argument --memory-headroom: -1% is not a share"),
+        (f"{RANK} --memory-headroom nan", "", "argument --memory-headroom: nan is not a share"),
+        (f"{RANK} --memory-headroom some", "", "argument --memory-headroom: some is not a share"),
         (f"{RANK} --token-slices 128,a", "", "--token-slices 128,a is not lengths"),
         (
             f"{RANK} --token-slices 128,128 --num-token-slices 4",
@@ -119,9 +120,9 @@ PIPELINE = {"pipeline_parallel_size": 4, "global_batch_size": 4, "schedule": "1f
         (SLICES, json.dumps(PIPELINE | {"num_model_chunks": 2, "schedule": "interleaved"}), ".*given: .*layers"),
         (SLICES, json.dumps(PIPELINE | {"schedule": "gpip"}), ".*given: .*gpip"),
         (SLICES, json.dumps(PIPELINE | {"pipelines": 2}), ".*given line 1: .*'pipelines' is not known"),
-        (f"{SLICES} --count 0", json.dumps(PIPELINE), "--count 0 is not a list"),
-        (f"{SLICES} --count two", json.dumps(PIPELINE), "--count two is not a list"),
-        (f"{SLICES} --granularity 0", json.dumps(PIPELINE), "--granularity 0 is not a whole number from 1"),
+        (f"{SLICES} --count 0", json.dumps(PIPELINE), "argument --count: 0 is not a list of whole numbers from 1"),
+        (f"{SLICES} --count two", json.dumps(PIPELINE), "argument --count: two is not a list"),
+        (f"{SLICES} --granularity 0", json.dumps(PIPELINE), "argument --granularity: 0 is not a whole number from 1"),
     ],
 )
 def test_errors_are_one_line(

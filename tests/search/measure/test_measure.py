@@ -1,5 +1,6 @@
 """Measurements of the layers of a model in token slices, of links and of the engine."""
 
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.measure_command import numbers
+from megatron_terapipe.search.answer.flags import whole_numbers
 from megatron_terapipe.search.measure.sizes import (
     MeasuredRun,
     MeasuredSizes,
@@ -188,12 +189,10 @@ def test_ranks_share_heads_only_of_layers_with_attention() -> None:
 
 
 def test_lists_of_numbers() -> None:
-    assert numbers("4,1,2,1", "--micro-batch-size") == (1, 2, 4)
+    assert whole_numbers("4,1,2,1") == (1, 2, 4)
     for text in ("", "0", "1,x", "-1"):
-        with pytest.raises(
-            ConfigError, match=r"--micro-batch-size .* is not a list of whole numbers from 1: write it as"
-        ):
-            numbers(text, "--micro-batch-size")
+        with pytest.raises(ArgumentTypeError, match=f"^{text} is not a list of whole numbers from 1, such as 1,2,4$"):
+            whole_numbers(text)
 
 
 @pytest.mark.parametrize(
