@@ -25,7 +25,7 @@ def entries_of(problem: SearchProblem, entries: Iterable[Ranked], training: Trai
             rank=each.rank,
             index=each.index,
             variants=each.variants,
-            strategy=each.strategy.to_json(),
+            strategy=each.strategy,
             predicted=None if each.prediction is None else predicted_part(problem, each.strategy, each.prediction),
             decision=training.decision(problem, each),
             feasible=each.feasible,
@@ -114,7 +114,7 @@ def runners_up(priced: Sequence[RankedEntry]) -> list[RankedEntry]:
 
 def _layout(entry: RankedEntry) -> list[object]:
     """Return the parallel sizes and the schedule."""
-    return [entry.strategy[each.name] for each in DIMENSIONS if each.ranks or each.name == "schedule"]
+    return [getattr(entry.strategy, each.name) for each in DIMENSIONS if each.ranks or each.name == "schedule"]
 
 
 def why_before(priced: Sequence[RankedEntry]) -> list[str]:
@@ -143,7 +143,7 @@ def compare(first: RankedEntry, other: RankedEntry) -> tuple[Changes, list[str]]
     changes = [
         (words, value_text(values[0], each.none), value_text(values[1], each.none))
         for each, words in ordered_for(DIMENSIONS, "label")
-        for values in [[entry.strategy.get(each.name, each.default) for entry in (first, other)]]
+        for values in [[getattr(entry.strategy, each.name) for entry in (first, other)]]
         if values[0] != values[1]
     ]
     saved_s = other.price.iteration_time_s - first.price.iteration_time_s

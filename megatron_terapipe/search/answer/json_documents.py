@@ -4,14 +4,19 @@ Programs read these documents. A key that goes away, or means something else, ma
 does not.
 """
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer, PlainValidator
 
 from megatron_terapipe.search.machine.entries import ClosedModel
 from megatron_terapipe.search.price.price_document import PredictedPart, Speed
+from megatron_terapipe.strategy import Strategy
 
-StrategyObject = dict[str, Any]
+StrategyObject = Annotated[
+    Strategy,
+    PlainValidator(lambda given: given if isinstance(given, Strategy) else Strategy.from_json(given)),
+    PlainSerializer(Strategy.to_json),
+]
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
 

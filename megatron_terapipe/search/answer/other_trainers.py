@@ -366,7 +366,7 @@ def _answer(
     time, measured = time_text(price.iteration_time_s), "measured" if run else "never measured"
     return WhatIfPart(
         name=software.name,
-        strategy=strategy.to_json(),
+        strategy=strategy,
         iteration_time_s=price.iteration_time_s,
         change=max(0.0, 1 - ratio),
         line=f"{software.name}: {time}{compared} ({layout_text(strategy)}; {measured}){advised}",

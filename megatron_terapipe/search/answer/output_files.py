@@ -244,8 +244,7 @@ def winner_launch(document: RankDocument, problem: SearchProblem) -> Launch:
         raise ConfigError("no strategy can run")
     if problem.software.name != TERAPIPE.name:
         raise ConfigError(f"these are strategies of {problem.software.name}, which nothing here launches")
-    winner = Strategy.from_json(document.priced[0].strategy)
-    return launch_of(winner, problem.workload.config, problem.cluster, problem.precision)
+    return launch_of(document.priced[0].strategy, problem.workload.config, problem.cluster, problem.precision)
 
 
 def script_command(directory: str) -> str:
@@ -279,10 +278,10 @@ def write_files(
             write_text(path, page, make_folder=True)
     if directory is not None and launch is not None:
         files += launch.write(directory)
-        for found in (each for each in document.advice if each.name == "found_order"):
-            strategy = Strategy.from_json(found.strategy)
-            other = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
-            files += other.write(str(Path(directory) / FOUND_ORDER))
+        for found in document.advice:
+            if found.name == "found_order" and found.strategy is not None:
+                other = launch_of(found.strategy, problem.workload.config, problem.cluster, problem.precision)
+                files += other.write(str(Path(directory) / FOUND_ORDER))
     launched = LaunchPart(command=command, files=files, why_not=why_not)
     document = document.model_copy(update={"launch": launched})
     if directory is not None:
@@ -295,9 +294,8 @@ def page_of(document: RankDocument, problem: SearchProblem, op_costs: OpCostsOf,
     panels, notes = [], []
     # The winner, and below it the one that differs from it more.
     for entry in [*document.priced[:1], *runners_up(document.priced)[-1:]]:
-        strategy = Strategy.from_json(entry.strategy)
-        drawn = timeline_of(strategy, op_costs(strategy))
+        drawn = timeline_of(entry.strategy, op_costs(entry.strategy))
         if drawn is not None:
-            panels.append(Panel(f"rank {entry.rank}: {strategy_text(strategy)}", drawn[0]))
+            panels.append(Panel(f"rank {entry.rank}: {strategy_text(entry.strategy)}", drawn[0]))
             notes += [f"rank {entry.rank}: {drawn[1]}"] if drawn[1] else []
     return render_page(document, problem, command=command, panels=panels, panels_note="; ".join(notes))

@@ -80,7 +80,7 @@ def render_page(
 
 
 def _winner(entry: RankedEntry) -> str:
-    prediction, strategy = entry.price, Strategy.from_json(entry.strategy)
+    prediction, strategy = entry.price, entry.strategy
     interval = ""
     if prediction.interval_s is not None:
         low, high = prediction.interval_s
@@ -148,7 +148,7 @@ def _memory(problem: SearchProblem, entry: RankedEntry) -> str:
     if not entry.price.memory_per_rank:
         return "<p>Not predicted.</p>"
     palette = colours(list(MEMORY_NAMES.values()))
-    bars, strategy = [], Strategy.from_json(entry.strategy)
+    bars, strategy = [], entry.strategy
     devices = RankGroups(ClusterTable.of(problem.cluster), strategy.layout, strategy.placement).smallest
     ranks = zip(entry.price.memory_per_rank, devices, _layers_of_ranks(problem, strategy), strict=True)
     for index, (rank, device, layers) in enumerate(ranks):

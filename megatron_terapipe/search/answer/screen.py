@@ -72,8 +72,8 @@ def heading(ranking: Ranking) -> str:
 
 def cells(entry: RankedEntry) -> dict[str, str]:
     """Return the text of each column for an entry, by its name."""
-    strategy, prediction = Strategy.from_json(entry.strategy), entry.predicted
-    row = {"rank": str(entry.rank), **{name: _cell(each, strategy) for each, name in COLUMNS}}
+    prediction = entry.predicted
+    row = {"rank": str(entry.rank), **{name: _cell(each, entry.strategy) for each, name in COLUMNS}}
     if prediction is not None:
         row |= {
             "time": time_text(prediction.iteration_time_s),

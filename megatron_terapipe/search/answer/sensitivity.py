@@ -113,7 +113,7 @@ def _faster(contenders: Sequence[Ranked], model: CostModel, move: Move, times: F
     return WhatIfPart(
         name="network" if move.name == "network" else "constant",
         value=expm1(move.logarithm) if move.name == "network" else move.name,
-        strategy=other.to_json(),
+        strategy=other,
         iteration_time_s=best_s,
         change=1 - best_s / winner_s,
         line=f"{words}: {changed} is {regret:.0%} faster than rank 1",

@@ -116,7 +116,7 @@ def token_slices_document(
     return TokenSlicesDocument(
         **question(problem, problem.global_batch_size),
         notes=list(notes),
-        strategy=strategy.to_json(),
+        strategy=strategy,
         best=cut(solved),
         curve=[cut(each) for each in solved.alternatives],
         flags=flags,

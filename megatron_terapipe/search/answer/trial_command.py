@@ -347,7 +347,7 @@ def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> Tria
     entries = [
         TrialResult(
             trial_id=trial.id,
-            strategy=trial.strategy.to_json(),
+            strategy=trial.strategy,
             iteration_time_s=trial.iteration_time_s,
             peak_memory_bytes=trial.peak_memory_bytes,
             out_of_memory=trial.out_of_memory,

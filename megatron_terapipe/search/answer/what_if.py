@@ -83,7 +83,7 @@ def answered(name: str, entry: Ranked, line: str, *, change: float, value: Any =
     return WhatIfPart(
         name=name,
         value=value,
-        strategy=entry.strategy.to_json(),
+        strategy=entry.strategy,
         iteration_time_s=entry.iteration_time_s,
         change=change,
         line=line,
@@ -171,7 +171,7 @@ def at_published_mfu(problem: SearchProblem, winner: Ranked) -> Iterator[WhatIfP
     yield WhatIfPart(
         name="published_mfu",
         value=published.share,
-        strategy=winner.strategy.to_json(),
+        strategy=winner.strategy,
         iteration_time_s=time_s,
         change=time_s / winner.iteration_time_s - 1,
         line=f"an MFU of {speed.mfu:.0%} was never published; at the best, {published.share:.0%}, rank 1 takes "
@@ -303,7 +303,7 @@ def if_nothing_fits(asked: Question, result: SearchResult) -> Iterator[WhatIfPar
         yield WhatIfPart(
             name="nearest",
             value=memory.total,
-            strategy=nearest.strategy.to_json(),
+            strategy=nearest.strategy,
             change=1.0,
             line=f"the nearest needs {bytes_text(memory.total)} of a device, and {device.name} has "
             f"{bytes_text(memory.total / times)} ({100 * headroom:.3g}% kept free)",

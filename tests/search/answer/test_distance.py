@@ -9,7 +9,6 @@ from megatron_terapipe.search.answer.what_if import if_nothing_fits, nearest_to_
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.rank.space import LONG_SEQUENCE, SearchProblem
-from megatron_terapipe.strategy import Strategy
 from tests.search.problems import FAST, legal_strategies, question, small_cluster, small_problem
 
 FEW = {"num_token_slices": (1, 2), "stage_partition": ("uniform",), "num_model_chunks": (1, 2)}
@@ -74,7 +73,7 @@ def test_rounded_gradients_of_keys_are_proposed_where_they_decide() -> None:
     between = question(short((whole + rounded) / 2, seq_length=LONG_SEQUENCE), constraints)
     assert nearest_to_fitting(between)[0] > 1
     parts = if_nothing_fits(between, between.search())
-    (strategy,) = (Strategy.from_json(each.strategy) for each in parts if each.name == "key_value_gradients")
+    (strategy,) = (each.strategy for each in parts if each.name == "key_value_gradients")
     assert strategy.key_value_gradients == "bf16"
     held = between.pricing.memory(strategy)
     assert max(rank.total for rank in held) <= 0.95 * (whole + rounded) / 2

@@ -47,7 +47,7 @@ def test_a_bandwidth_that_decides_is_found() -> None:
     # Faster networks suit replicas, slower ones the pipeline.
     step = -log(FACTOR) if contenders[0].strategy == REPLICAS else log(FACTOR)
     (change,) = (each for each in found if each.name == "network")
-    assert change.strategy == contenders[1].strategy.to_json()
+    assert change.strategy == contenders[1].strategy
     assert isinstance(change.value, float) and log(1 + change.value) == pytest.approx(step)
     then = pricing.cost_model.with_constants(moved(pricing.cost_model.efficiency, dict.fromkeys(NETWORK, step)))
     first, second = (then.predict_time(entry.strategy).iteration_time_s for entry in contenders)
@@ -66,7 +66,7 @@ def test_constants_are_moved_by_their_uncertainty() -> None:
     known, unknown = (list(other_constants(contenders, pricing.cost_model, trials_on[name])) for name in BOTH)
     assert "network" not in {each.name for each in known} and "network" in {each.name for each in unknown}
     (change,) = (each for each in known if each.value == "network_efficiency")
-    assert change.name == "constant" and change.change > 0.01 and change.strategy == contenders[1].strategy.to_json()
+    assert change.name == "constant" and change.change > 0.01 and change.strategy == contenders[1].strategy
     assert change.line.startswith("bandwidth of collectives between nodes ") and change.more.startswith(
         "Share of a network card"
     )

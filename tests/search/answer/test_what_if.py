@@ -57,7 +57,7 @@ def found_for(
 def test_a_large_output_layer_is_cut_into_vocabulary_stages_at_the_price_that_they_have() -> None:
     found, winner, problem = found_for()
     assert found is not None
-    strategy = Strategy.from_json(found.strategy)
+    strategy = found.strategy
     assert strategy == replace(PIPELINE, schedule=OPTIMISED, vocabulary_stages=True)
     price = Pricing(problem.workload, problem.cluster).predict(strategy)
     assert found.iteration_time_s == price.iteration_time_s < 0.95 * winner.iteration_time_s
@@ -71,13 +71,13 @@ def test_a_large_output_layer_is_cut_into_vocabulary_stages_at_the_price_that_th
 )
 def test_output_layer_stays_whole_where_it_cannot_be_cut(changes: dict[str, int]) -> None:
     found, _, _ = found_for(replace(LARGE_VOCABULARY, **changes))  # type: ignore[arg-type]
-    assert found is None or not Strategy.from_json(found.strategy).vocabulary_stages
+    assert found is None or not found.strategy.vocabulary_stages
 
 
 def test_stages_that_flags_fix_stay_and_fixed_schedules_or_full_devices_have_no_found_order() -> None:
     bounds = (0, 2, 4, 6, 8)
     found, winner, problem = found_for(strategy=replace(PIPELINE, stage_partition=bounds), stage_partition=(bounds,))
-    assert found is not None and Strategy.from_json(found.strategy).stage_partition == bounds
+    assert found is not None and found.strategy.stage_partition == bounds
     assert found_for(schedule=("1f1b",))[0] is None
     assert found_for(strategy=replace(PIPELINE, num_token_slices=64, global_batch_size=64))[0] is None
     for changes in ({"software": DEEPSPEED}, {"memory_headroom": 0.999}):
@@ -85,7 +85,7 @@ def test_stages_that_flags_fix_stay_and_fixed_schedules_or_full_devices_have_no_
 
 
 def test_a_found_order_has_files(tmp_path: Path) -> None:
-    order = replace(answers.BEST, schedule=OPTIMISED).to_json()
+    order = replace(answers.BEST, schedule=OPTIMISED)
     part = WhatIfPart(
         name="found_order", value=None, strategy=order, iteration_time_s=1.0, change=0.2, line="found", more=""
     )
@@ -144,7 +144,7 @@ def test_slow_devices_and_slow_links_are_left_out(
     assert (found is None) == (line is None)
     if found is not None and line is not None:
         assert line in found.line and found.line.endswith(f": --devices-at-most {found.value}")
-        assert Strategy.from_json(found.strategy).world_size == found.value
+        assert found.strategy.world_size == found.value
 
 
 def test_devices_that_are_left_out_to_save_device_hours() -> None:
