@@ -16,7 +16,7 @@ from docutils.parsers.rst.states import RSTState
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from megatron_terapipe.search.answer.schema_command import FILE_FORMATS
+from megatron_terapipe.command.schema import FILE_FORMATS
 
 _MARKS = {"minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
 _FOLDER = "schemas"

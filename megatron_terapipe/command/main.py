@@ -73,7 +73,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
     ),
     "shells and scripts": (
-        _command("schema", "search.answer.schema_command", "print the JSON Schema of a file that you write"),
+        _command("schema", "command.schema", "print the JSON Schema of a file that you write"),
         _command("completion", "command.completion", "print a script with which bash or zsh completes all this"),
     ),
 }

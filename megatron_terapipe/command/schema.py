@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     return 0
 
 
-main = command_main(build_parser, _run, "python -m megatron_terapipe.search.answer.schema_command")
+main = command_main(build_parser, _run, "python -m megatron_terapipe.command.schema")
 
 if __name__ == "__main__":
     sys.exit(main())

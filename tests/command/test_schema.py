@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 from benchmarks.published import RUNS, TRAINERS
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.command.main import main
+from megatron_terapipe.command.schema import FILE_FORMATS
 from megatron_terapipe.config.parsing import parse_json
-from megatron_terapipe.search.answer.schema_command import FILE_FORMATS
 from megatron_terapipe.search.price.profile import profile_to_json
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.architecture.sources import ROOT
