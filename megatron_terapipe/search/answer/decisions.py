@@ -69,7 +69,7 @@ def parse_prices(text: str, devices: Sequence[str]) -> dict[str, float]:
     """Return the price of an hour of each device, from 2.5 or A100=2.5,V100=1.2."""
     parts = text.split(",") if "=" in text or len(devices) > 1 else [f"{devices[0]}={text}"]
     given = [[word.strip() for word in part.partition("=")[::2]] for part in parts]
-    found, unused, fault = {}, {name for name, _ in given}, None
+    found, unused, faults = {}, {name for name, _ in given}, []
     for device in devices:
         named = [pair for pair in given if names_one_device(pair[0], device)]
         # V100 is the one of 16 GB, and any other V100 without a price of its own.
@@ -78,10 +78,10 @@ def parse_prices(text: str, devices: Sequence[str]) -> dict[str, float]:
             found[device] = _number(named[0][1], f"--price {text}")
             unused.discard(named[0][0])
         else:
-            fault = fault or f"{'two prices' if named else 'no price'} of {device}"
-    if fault or unused:
-        fault = fault or f"{' and '.join(sorted(unused))}, which the cluster has not"
-        raise ConfigError(f"--price {text} has {fault}: give {','.join(f'{each}=PRICE' for each in devices)}")
+            faults.append(f"{'two prices' if named else 'no price'} of {device}")
+    faults += [f"{name}, which the cluster has not" for name in sorted(unused)]
+    if faults:
+        raise ConfigError(f"--price {text} has {faults[0]}: give {','.join(f'{each}=PRICE' for each in devices)}")
     return found
 
 

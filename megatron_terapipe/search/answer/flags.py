@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import ProgressLine, up_to
@@ -15,14 +15,11 @@ from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.devices import EIGHT_BITS
 from megatron_terapipe.dimensions import ordered_for
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.machine.library import needs_fp16
-from megatron_terapipe.search.price.workload import IMBALANCE, Workload, gpt_workload
-from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem
+from megatron_terapipe.search.price.workload import IMBALANCE
+from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.machine.software import Software
     from megatron_terapipe.search.rank.rules import ProgressCallback
 
 CHANGES = (
@@ -184,93 +181,6 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a list of whole numbers from 1, such as 1,2,4")
     return tuple(sorted(numbers))
-
-
-def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
-    """Return the values that flags, if there are any, allow for dimensions; `token_slices`: the lengths of one cut."""
-    given = {each: getattr(options, each.name, None) for each, _ in ordered_for(DIMENSIONS, "flag_help")}
-    return {each.name: each.parse(text) for each, text in given.items() if text is not None}
-
-
-def model_of(options: argparse.Namespace) -> Workload:
-    """Return the model that the flags name."""
-    # Imported here, as in `cluster_of`: pydantic would make --help wait.
-    from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
-
-    changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
-    if options.model == FROM_FLAGS:
-        workload = parse_workload({}, "MODEL -", changes)
-    else:
-        workload = read_workload(options.model, changes)
-    factor = options.expert_imbalance
-    if factor is None:
-        return workload
-    number = 0 if workload.experts is None else workload.experts.number
-    if not 1 <= factor <= number:
-        raise ConfigError(
-            f"--expert-imbalance {factor:g} is not from 1, where all ranks have as many tokens, to the number of "
-            f"experts, and {options.model} has {number or 'no'} experts: correct it, or drop it"
-        )
-    assert workload.config is not None, "only a GPT has experts"
-    return gpt_workload(workload.config, workload.name, imbalance=factor)
-
-
-def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster that the flags name, and notes on assumptions about it."""
-    from megatron_terapipe.search.machine.cluster_files import read_cluster_with_notes
-
-    cluster, notes = read_cluster_with_notes(options.cluster, device=options.device)
-    most = options.devices_at_most
-    if most is None or most >= cluster.num_devices:
-        return cluster, notes
-    part = cluster.at_most(most)
-    names = [node.name for node in part.nodes]
-    listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
-    used = f"{part.num_devices} of the {cluster.num_devices} devices of {options.cluster} are used: {listed}"
-    return part, (*notes, used)
-
-
-def check_precision(precision: str, software: "Software", cluster: Cluster) -> None:
-    """Raise a `ConfigError` where the trainer or a device does not compute in a precision."""
-    known = dict.fromkeys(each.precision for each in software.states)
-    if precision not in known:
-        others = "; --software megatron-core prices a trainer that does" if precision in EIGHT_BITS else ""
-        raise ConfigError(
-            f"--precision {precision} does not run in {software.name}, whose products are in {', '.join(known)}: "
-            f"give one of these{others}"
-        )
-    for node in cluster.nodes:
-        if not node.device.has_products(precision):
-            raise ConfigError(f"--precision {precision} is not in the products of a {node.device.name}: give bf16")
-
-
-def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
-    """Return the precision of the flag, or the best one that all devices have."""
-    if options.precision is not None:
-        return str(options.precision)
-    devices = {node.device for node in cluster.nodes}
-    if any(not device.is_gpu for device in devices):
-        return "fp32"
-    return "fp16" if any(needs_fp16(device.name) for device in devices) else "bf16"
-
-
-def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[SearchProblem, tuple[str, ...]]:
-    """Return the model, cluster, trainer and batch that the flags name, and notes on assumptions."""
-    from megatron_terapipe.search.machine.trainer_files import find_software
-
-    workload = model_of(options)
-    cluster, notes = cluster_of(options)
-    software, precision = find_software(getattr(options, "software", TERAPIPE)), precision_of(options, cluster)
-    check_precision(precision, software, cluster)
-    problem = SearchProblem(
-        workload=workload,
-        cluster=cluster,
-        global_batch_size=global_batch_size,
-        precision=precision,
-        software=software,
-        memory_headroom=getattr(options, "memory_headroom", MEMORY_HEADROOM),
-    )
-    return problem, notes
 
 
 @contextmanager

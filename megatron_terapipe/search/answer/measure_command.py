@@ -13,9 +13,9 @@ from megatron_terapipe.search.answer.flags import (
     PRECISIONS,
     above_zero,
     add_model_flags,
-    model_of,
     whole_numbers,
 )
+from megatron_terapipe.search.answer.question import model_of
 from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
 from megatron_terapipe.search.measure.on_hosts import measure_hosts
 from megatron_terapipe.search.measure.sizes import (

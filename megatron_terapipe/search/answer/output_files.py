@@ -138,8 +138,11 @@ class Launch:
         return [*files, *cluster, *(remote_words(self.flags) if self.many_nodes else self.flags)]
 
 
-def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
-    """Return the files that launch a strategy; `model`: None = a model that the trainer cannot build."""
+def launch_of(strategy: Strategy, problem: SearchProblem) -> Launch:
+    """Return the files that launch a strategy."""
+    model, precision = problem.workload.config, problem.precision
+    if problem.software.name != TERAPIPE.name:
+        raise ConfigError(f"these are strategies of {problem.software.name}, which nothing here launches")
     if model is None:
         raise ConfigError(
             "the model is given by layers, which pretrain_gpt.py cannot build: launch it with your trainer"
@@ -155,7 +158,7 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
     training = ["--train-iters", str(TRAIN_ITERATIONS), "--lr", LEARNING_RATE, "--log-interval", "10"]
     return Launch(
         strategy=replace(strategy, placement=None),
-        nodes=nodes_in_order(strategy, cluster),
+        nodes=nodes_in_order(strategy, problem.cluster),
         deepspeed=deepspeed,
         flags=(*([] if precision == "fp32" else [f"--{precision}"]), *model_flags(model), *training),
     )
@@ -238,15 +241,6 @@ def write_document(path: str | None, document: Document) -> None:
         write_json(path, document_text(document))
 
 
-def winner_launch(document: RankDocument, problem: SearchProblem) -> Launch:
-    """Return the launch of the winner."""
-    if not document.priced:
-        raise ConfigError("no strategy can run")
-    if problem.software.name != TERAPIPE.name:
-        raise ConfigError(f"these are strategies of {problem.software.name}, which nothing here launches")
-    return launch_of(document.priced[0].strategy, problem.workload.config, problem.cluster, problem.precision)
-
-
 def script_command(directory: str) -> str:
     """Return the command of the script in a directory, from any directory."""
     return shlex.join(["bash", str(Path(directory) / "launch.sh")])
@@ -261,11 +255,13 @@ def write_files(
         directory: of `ranking.json`, `report.html` and the files of the launch; None = they are not written.
         html: another file for the page; None = none.
     """
-    launch, command, why_not, how_to_run, files = None, None, None, "", []
-    try:
-        launch = winner_launch(document, problem)
-    except ConfigError as error:
-        why_not = str(error)
+    why_not: str | None = "no strategy can run"
+    launch, command, how_to_run, files = None, None, "", []
+    for winner in document.priced[:1]:
+        try:
+            launch, why_not = launch_of(winner.strategy, problem), None
+        except ConfigError as error:
+            why_not = str(error)
     if launch is not None:
         command = launch.command(directory or "DIR")
         how_to_run = "" if directory is not None else "# with --output DIR, which writes the files:\n"
@@ -280,8 +276,7 @@ def write_files(
         files += launch.write(directory)
         for found in document.advice:
             if found.name == "found_order" and found.strategy is not None:
-                other = launch_of(found.strategy, problem.workload.config, problem.cluster, problem.precision)
-                files += other.write(str(Path(directory) / FOUND_ORDER))
+                files += launch_of(found.strategy, problem).write(str(Path(directory) / FOUND_ORDER))
     launched = LaunchPart(command=command, files=files, why_not=why_not)
     document = document.model_copy(update={"launch": launched})
     if directory is not None:

@@ -24,7 +24,6 @@ from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.launch.launcher import free_port, launcher, remote_words, supervised, variables
-from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.flags import (
     MANY,
@@ -46,7 +45,8 @@ from megatron_terapipe.search.machine.cluster import cluster_document, model_doc
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.price.price_document import PredictedPart
 from megatron_terapipe.search.price.workload import Workload
-from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.rank.rules import broken_rule
+from megatron_terapipe.search.rank.search import search, with_batch
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.texts import strategy_text
@@ -177,7 +177,7 @@ def default_trainer() -> Path:
 
 def run_strategy(strategy: Strategy, problem: SearchProblem, settings: TrialSettings, *, name: str) -> Outcome:
     """Run a strategy for a few iterations and return the result."""
-    launch = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
+    launch = launch_of(strategy, problem)
     # Other hosts must see the folder, too, as they see the current one.
     with TemporaryDirectory(prefix="trial-", dir=Path.cwd() if launch.many_nodes else None) as scratch:
         directory = Path(scratch) if settings.keep is None else settings.keep / name
@@ -521,23 +521,17 @@ def _run(options: argparse.Namespace) -> TrialDocument:
 def _strategies(options: argparse.Namespace, asked: Question) -> list[Strategy]:
     """Return the strategies to run, the most promising first."""
     problem = asked.problem
-    batch, num_devices = problem.global_batch_size, problem.cluster.num_devices
     if options.strategies:
-        read = read_strategies(options.strategies)
-        found = [replace(each, global_batch_size=each.global_batch_size or batch) for each in read]
+        batch = problem.global_batch_size
+        found = [with_batch(each, batch) for each in read_strategies(options.strategies)]
         for each in found:
+            if (reason := broken_rule(each, problem)) is not None:
+                raise ConfigError(f"{options.strategies}: {reason}: leave this strategy out")
             if each.global_batch_size != batch:
                 raise ConfigError(
                     f"{options.strategies} has a strategy of global_batch_size {each.global_batch_size}, and "
                     f"--global-batch-size is {batch}: trials of one file are compared, so give them one batch"
                 )
-            if each.world_size > num_devices:
-                raise ConfigError(
-                    f"{options.strategies} has a strategy for {each.world_size} devices, and the cluster has "
-                    f"{num_devices}: leave it out"
-                )
-            assert problem.workload.config is not None
-            check_trainable(each, problem.workload.config)
         return found
     with progress_bar() as progress:
         result = search(problem, asked.choices, asked.costs.pricing_on, top=options.top, progress=progress)

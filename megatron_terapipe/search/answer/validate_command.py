@@ -4,15 +4,23 @@ import argparse
 import json
 import sys
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag, write_json
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, add_json_flag, write_json
 from megatron_terapipe.console import output_console
 from megatron_terapipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_terapipe.search.learn.trials import Trial
-    from megatron_terapipe.search.learn.validation import PredictedTrial
+from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, read_calibrations, write_calibrations
+from megatron_terapipe.search.learn.trials import Trial, read_trials
+from megatron_terapipe.search.learn.validation import (
+    PredictedTrial,
+    folds_of,
+    predict_in_folds,
+    predict_trials,
+    print_validation,
+    validation_document,
+)
+from megatron_terapipe.search.machine.trainer_files import OF_PACKAGE, read_trainers
+from megatron_terapipe.search.price.profile import read_profile
 
 HELP = (
     "Compare predictions with measured runs, whose times they do not use: errors, order, and coverage of the "
@@ -67,10 +75,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict trials, compare, and return 0."""
     _check(options)
-    from megatron_terapipe.search.learn.trials import read_trials
-    from megatron_terapipe.search.learn.validation import folds_of, print_validation, validation_document
-    from megatron_terapipe.search.machine.trainer_files import OF_PACKAGE, read_trainers
-
     trainers = read_trainers(options.trainers) if options.trainers else OF_PACKAGE
     trials = [one for path in options.trials for one in read_trials(path, trainers)]
     calibrating = [one for path in options.calibrate for one in read_trials(path, trainers)]
@@ -116,25 +120,21 @@ def _check(options: argparse.Namespace) -> None:
 
 def _predicted(
     options: argparse.Namespace,
-    trials: "Sequence[Trial]",
-    calibrating: "Sequence[Trial]",
-    folds: "Sequence[Hashable] | None",
-) -> "list[PredictedTrial]":
-    from tqdm import tqdm
+    trials: Sequence[Trial],
+    calibrating: Sequence[Trial],
+    folds: Sequence[Hashable] | None,
+) -> list[PredictedTrial]:
+    profile, left = read_profile(options.profile) if options.profile else None, len(trials)
+    with ProgressLine() as line:
 
-    from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, read_calibrations, write_calibrations
-    from megatron_terapipe.search.learn.validation import predict_in_folds, predict_trials
-    from megatron_terapipe.search.price.profile import read_profile
-
-    profile = read_profile(options.profile) if options.profile else None
-    # Silent where no terminal shows it.
-    with tqdm(total=len(trials), desc="predicting", unit="trial", file=sys.stderr, leave=False, disable=None) as bar:
+        def progress(doing: str) -> None:
+            line.part(doing)(1 - left / len(trials))
 
         def step(done: int) -> None:
-            bar.set_description_str("predicting", refresh=False)
-            bar.update(done)
+            nonlocal left
+            left -= done
+            progress("predicting")
 
-        progress = bar.set_description_str
         if folds is not None:
             return predict_in_folds(trials, folds, more=calibrating, profile=profile, step=step, progress=progress)
         ready = read_calibrations(options.calibration) if options.calibration else ()
@@ -144,10 +144,10 @@ def _predicted(
         return predict_trials(trials, calibrations, profile=profile, step=step)
 
 
-def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int:
+def _in_sample(trials: Sequence[Trial], calibrating: Sequence[Trial]) -> int:
     """Return how many trials are among those that constants were fitted to, in whichever file they are."""
 
-    def key(one: "Trial") -> tuple[Any, ...]:
+    def key(one: Trial) -> tuple[Any, ...]:
         return one.source, one.group, one.workload.name, str(one.strategy), one.iteration_time_s, one.peak_memory_bytes
 
     seen = {key(one) for one in calibrating}

@@ -10,7 +10,8 @@ import pytest
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.__main__ import COMMANDS, main
-from megatron_terapipe.search.answer.flags import add_question_flags, precision_of, problem_of, read_strategies
+from megatron_terapipe.search.answer.flags import add_question_flags, read_strategies
+from megatron_terapipe.search.answer.question import precision_of, question_of
 from megatron_terapipe.search.answer.slices_command import flags_of
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.strategy import Strategy
@@ -54,7 +55,8 @@ def test_a_question_from_flags(model: str, flags: str, name: str, seq_length: in
     parser = ArgumentParser()
     add_question_flags(parser)
     cluster = str(ROOT / "examples" / "clusters" / "p3.16xlarge-48.yaml")
-    problem, notes = problem_of(parser.parse_args([model, cluster, *flags.split()]), 8)
+    asked, notes = question_of(parser.parse_args([model, cluster, *flags.split()]), 8)
+    problem = asked.problem
     assert (problem.workload.name, problem.workload.seq_length) == (name, seq_length)
     assert (problem.cluster.num_devices, problem.precision, notes) == (384, "fp16", ())
 

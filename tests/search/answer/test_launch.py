@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ PROBLEM = small_problem()
 
 def launched(precision: str = "bf16") -> Launch:
     """Of sixteen ranks on two hosts."""
-    return launch_of(BEST, PROBLEM.workload.config, PROBLEM.cluster, precision)
+    return launch_of(BEST, replace(PROBLEM, precision=precision))
 
 
 def words_of(command: str) -> list[str]:
@@ -133,19 +134,19 @@ def test_script_finds_the_trainer(tmp_path: Path) -> None:
 
 def test_one_machine_needs_no_hostfile_and_a_model_by_layers_is_refused() -> None:
     cluster, _ = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "c.json")
-    launch = launch_of(Strategy(pipeline_parallel_size=2), PROBLEM.workload.config, cluster, "fp32")
+    launch = launch_of(Strategy(pipeline_parallel_size=2), replace(PROBLEM, cluster=cluster, precision="fp32"))
     command = launch.command("out")
     assert command.startswith("DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 pretrain_gpt.py")
     assert "bf16" not in command and "bf16" not in json.dumps(launch.deepspeed)
     with pytest.raises(ConfigError, match="given by layers"):
-        launch_of(Strategy(), None, PROBLEM.cluster, "bf16")
+        launch_of(Strategy(), replace(PROBLEM, workload=replace(PROBLEM.workload, config=None)))
 
 
 def test_hosts_are_in_the_order_of_the_ranks() -> None:
     cluster, _ = parse_cluster({"nodes": [{"hosts": ["a", "b", "c"], "device": "T4", "devices": 2}]}, "c.json")
     strategy = Strategy(pipeline_parallel_size=3, placement=(4, 0, 1))
     assert [(node.name, node.num_devices) for node in nodes_in_order(strategy, cluster)] == [("c", 1), ("a", 2)]
-    assert launch_of(strategy, PROBLEM.workload.config, cluster, "fp16").strategy.placement is None
+    assert launch_of(strategy, replace(PROBLEM, cluster=cluster)).strategy.placement is None
     with pytest.raises(ConfigError, match="placement comes back to node a"):
         nodes_in_order(Strategy(pipeline_parallel_size=3, placement=(0, 2, 1)), cluster)
     with pytest.raises(ConfigError, match=re.escape("placement names 3 devices up to 6")):
@@ -156,12 +157,12 @@ def test_a_schedule_that_the_trainer_finds_is_found_for_the_same_cluster(tmp_pat
     nodes = [{"hosts": ["a"], "device": "T4", "devices": 2}, {"hosts": ["b"], "machine": "dgx-a100"}]
     cluster, _ = parse_cluster({"nodes": nodes}, "c.json")
     strategy = Strategy(pipeline_parallel_size=4, schedule="optimised", placement=(2, 3, 0, 1))
-    launch = launch_of(strategy, PROBLEM.workload.config, cluster, "fp16")
+    launch = launch_of(strategy, replace(PROBLEM, cluster=cluster))
     assert [Path(path).name for path in launch.write(str(tmp_path))][-1] == "cluster.json"
     assert f"--cluster {tmp_path}/cluster.json" in launch.command(str(tmp_path))
     assert '--cluster "$here/cluster.json"' in (tmp_path / "launch.sh").read_text()
     copying = Strategy(pipeline_parallel_size=2, recompute="stage", offload=True)
-    assert launch_of(copying, PROBLEM.workload.config, cluster, "fp16").needs_cluster
+    assert launch_of(copying, replace(PROBLEM, cluster=cluster)).needs_cluster
     # In the order of the ranks, every figure as it was.
     assert read_cluster(str(tmp_path / "cluster.json")).nodes == launch.nodes
 

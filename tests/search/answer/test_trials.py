@@ -148,7 +148,8 @@ def settings(**more: object) -> TrialSettings:
 
 def test_the_command_is_that_of_the_search_with_few_iterations(tmp_path: Path) -> None:
     two_nodes = {"nodes": [{"count": 2, "device": "T4", "devices": 1}]}
-    launch = launch_of(Strategy(pipeline_parallel_size=2), MODEL, cluster(two_nodes), "fp16")
+    problem = SearchProblem(workload=WORKLOAD, cluster=cluster(two_nodes), precision="fp16", global_batch_size=8)
+    launch = launch_of(Strategy(pipeline_parallel_size=2), problem)
     words = command(launch, tmp_path, settings(flags=("--seed", "7")), tmp_path / "m.jsonl")
     text = " ".join(words)
     assert f"--hostfile {tmp_path}/hostfile" in text
@@ -159,7 +160,7 @@ def test_the_command_is_that_of_the_search_with_few_iterations(tmp_path: Path) -
     assert "--mock-data" not in command(launch, tmp_path, settings(flags=("--data-path", "d")), tmp_path / "m.jsonl")
     # Orders and host copies are found for the cluster of the trial.
     for found in ({"schedule": "optimised"}, {"offload": True, "recompute": "stage"}):
-        launch = launch_of(Strategy(pipeline_parallel_size=2, **found), MODEL, cluster(two_nodes), "fp16")  # type: ignore[arg-type]
+        launch = launch_of(Strategy(pipeline_parallel_size=2, **found), problem)  # type: ignore[arg-type]
         words = command(launch, tmp_path, settings(), tmp_path / "m.jsonl")
         assert words[words.index("--cluster") + 1] == f"{tmp_path}/cluster.json"
 
