@@ -41,10 +41,9 @@ from megatron_terapipe.search.price.links import (
     transfer_s,
 )
 from megatron_terapipe.search.price.makespan import (
+    Pipeline,
     ScheduleSimulator,
     SimulatedTime,
-    pipeline_time,
-    slowest_rank_and_rest,
 )
 from megatron_terapipe.search.price.memory import (
     MemoryModel,
@@ -73,7 +72,7 @@ from megatron_terapipe.search.price.stages import (
     pipeline_shape,
     stage_ops,
 )
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs, turns_of
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
 from megatron_terapipe.search.price.workload import DISPATCHERS, Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -296,27 +295,15 @@ class CostModel:
 
     def _makespan_s(self, placed: PlacedStrategy, ops: Floats, activation_limit: float = 1.0) -> Floats:
         """[m] seconds of the ops [4, stages, S, m] of an iteration, in closed form."""
-        strategy, shape = placed.strategy, pipeline_shape(placed.strategy)
-        slowest, others = slowest_rank_and_rest(strategy.schedule, _by_rank(ops, shape.num_ranks))
+        ranks = placed.strategy.pipeline_parallel_size
         travelling: ScalarOrArray = 0.0
-        if self._sends_under_ops(strategy):
+        if self._sends_under_ops(placed.strategy):
             num_bytes, links = self.messages(placed)
-            there = transfer_s(
-                num_bytes[: shape.num_ranks - 1, :1], links.at(np.s_[: shape.num_ranks - 1]), self.efficiency
-            )
+            there = transfer_s(num_bytes[: ranks - 1, :1], links.at(np.s_[: ranks - 1]), self.efficiency)
             travelling = 2 * np.sum(there, axis=0)
-        found = pipeline_time(
-            strategy.schedule,
-            num_ranks=shape.num_ranks,
-            num_micro_batches=shape.num_micro_batches,
-            num_token_slices=shape.num_token_slices,
-            num_model_chunks=shape.num_model_chunks,
-            slowest=slowest,
-            others=others,
-            travelling_s=travelling,
-            activation_limit=activation_limit,
+        return Pipeline.of(placed.strategy).makespan_s(
+            _by_rank(ops, ranks), travelling_s=travelling, activation_limit=activation_limit
         )
-        return np.asarray(found)
 
     def _shown_reduction_s(self, placed: PlacedStrategy, step: StepCosts, stages: Floats, ops: Floats) -> Floats:
         """[P, m] seconds of reductions and gathers that no op hides; ops as `_prediction` has them."""
@@ -327,14 +314,7 @@ class CostModel:
             forward=alone[FORWARD],
             backward=alone[INPUT_GRADIENT] + alone[WEIGHT_GRADIENT] if split else alone[BACKWARD],
             layers=placed.counts.first_stage.sum(axis=1)[:, None],
-            num_micro_batches=placed.strategy.num_micro_batches,
-            **turns_of(
-                schedule,
-                ranks,
-                placed.strategy.num_model_chunks,
-                placed.strategy.num_micro_batches,
-                placed.strategy.num_token_slices,
-            ),
+            pipeline=Pipeline.of(placed.strategy),
         )
         communication, cool_down_s = self.software.communication, covering.cool_down_s(drains=not split)
         return np.asarray(

@@ -150,6 +150,11 @@ class HardwareEfficiency:
     reductions: tuple[float, ...] = constant((1.0,) * NUM_REDUCTION_FACTORS, 0.25, "time of all-reduces in a node")
     """Seconds of reductions inside a node, relative to the formula; by ranks and bytes (`reduction_factor`)."""
 
+    def exposed_s(self, messages_s: ScalarOrArray, ops_s: ScalarOrArray) -> ScalarOrArray:
+        """Seconds that messages add to ops which they run under."""
+        hidden = np.minimum(messages_s, ops_s)
+        return messages_s - hidden + self.overlap_exposed * hidden
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEfficiency:

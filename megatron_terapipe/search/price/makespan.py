@@ -28,117 +28,145 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.search.price.activations import orders_of_ranks
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
 from megatron_terapipe.search.price.stages import StageOps
+from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
 
-ONE_STAGE_EACH = ("1f1b", "zero-bubble")
-"""Schedules whose first rank runs P - 2 + S forwards ahead, and then waits for backwards to come back."""
+class Pipeline(NamedTuple):
+    """A schedule and the extent of its pipeline, with its closed forms; numbers, or arrays that broadcast."""
 
+    schedule: str
+    num_ranks: int
+    num_model_chunks: int
+    num_micro_batches: ScalarOrArray
+    num_token_slices: ScalarOrArray
 
-def pipeline_time(
-    schedule: str,
-    *,
-    num_ranks: int,
-    num_micro_batches: ScalarOrArray,
-    num_token_slices: ScalarOrArray,
-    num_model_chunks: int,
-    slowest: StageOps,
-    others: StageOps,
-    travelling_s: ScalarOrArray = 0.0,
-    activation_limit: float = 1.0,
-) -> ScalarOrArray:
-    """Seconds of one iteration's ops, in closed form; arguments broadcast.
+    @classmethod
+    def of(cls, strategy: Strategy) -> "Pipeline":
+        """Return the pipeline of a strategy."""
+        one = strategy
+        return cls(
+            one.schedule,
+            one.pipeline_parallel_size,
+            one.stages_of_a_rank,
+            one.num_micro_batches,
+            one.num_token_slices,
+        )
 
-    Args:
-        slowest: ops of one micro-batch on the slowest rank, all its stages and token slices.
-        others: the same, added up over all other ranks.
-        travelling_s: messages of a token slice through one stage of each rank and back, where they run under ops.
-        activation_limit: of `zero-bubble`: activations that a rank may hold, as a multiple of 1F1B's peak. With twice
-            as many, weight gradients of two ranks' worth fill the drain (the same paper, ZB-H2: F + BI - 2 BW); then
-            ranks start the next iteration one after the other, as they end this one.
-    """
-    waits, back = others.forward + others.backward, slowest.backward + others.backward
-    if schedule == "zero-bubble":
-        filling = activation_limit * others.weight_gradient
-        waits = np.maximum(others.forward + others.input_gradient - filling, 0.0)
-        back = slowest.input_gradient + others.input_gradient
-    passing = waits / (num_token_slices * num_model_chunks) + num_model_chunks * travelling_s
-    time = num_micro_batches * total_s(schedule, slowest) + passing
-    if schedule not in ONE_STAGE_EACH or num_model_chunks > 1:
-        return time
-    # The first rank holds no more than P - 1 + S token slices, and waits for one of them to come back.
-    held = activation_limit * (num_ranks - 1) + num_token_slices
-    there_and_back = (slowest.forward + others.forward + back) / num_token_slices + travelling_s
-    return np.maximum(time, num_micro_batches * num_token_slices / held * there_and_back)
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients are ops of their own, for which the formulas have a place."""
+        return self.schedule == "zero-bubble"
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the first rank runs P - 2 + S forwards ahead, and then waits for backwards to come back."""
+        return self.schedule in ("1f1b", "zero-bubble") and self.num_model_chunks == 1
 
-def slowest_rank_and_rest(schedule: str, ops: Floats, multiplicity: Floats | None = None) -> tuple[StageOps, StageOps]:
-    """Return the ops of the slowest rank, and of all others added up.
+    @property
+    def turns(self) -> ScalarOrArray:
+        """Ops of a rank from the last one of its first complete stage to the last one of its last.
 
-    Args:
-        ops: [parts of `StageOps`, rows, ...] seconds of one micro-batch on each rank.
-        multiplicity: [rows] number of ranks in each row; None = one each.
-    """
-    totals = np.asarray(total_s(schedule, StageOps(*ops)))
-    slowest = np.take_along_axis(ops, np.argmax(totals, axis=0)[None, None], axis=1)[:, 0]
-    everything = ops.sum(axis=1) if multiplicity is None else np.tensordot(ops, multiplicity, axes=([1], [0]))
-    return StageOps(*slowest), StageOps(*(everything - slowest))
+        Interleaved stages of a rank take turns with as many ops each as there are ranks.
+        """
+        if self.completed == 1:
+            return 1
+        group = np.minimum(self.num_ranks, self.num_micro_batches * self.num_token_slices)
+        return 1 + (self.num_model_chunks - 1) * group
 
+    @property
+    def completed(self) -> int:
+        """Stages of a rank whose gradients are complete in turn; 1 where they are complete together."""
+        return self.num_model_chunks if self.schedule == "interleaved" else 1
 
-def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:
-    """Seconds of all ops of a rank, with the backward in one op or in two, as the schedule has it; ops broadcast."""
-    backward = ops.input_gradient + ops.weight_gradient if schedule == "zero-bubble" else ops.backward
-    return ops.forward + backward
+    def total_s(self, ops: StageOps) -> ScalarOrArray:
+        """Seconds of all ops of a rank, with the backward in one op or in two, as the schedule has it."""
+        return ops.forward + (ops.input_gradient + ops.weight_gradient if self.defers else ops.backward)
 
+    def makespan_s(
+        self,
+        ops: Floats,
+        multiplicity: Floats | None = None,
+        *,
+        travelling_s: ScalarOrArray = 0.0,
+        activation_limit: float = 1.0,
+    ) -> Floats:
+        """Seconds of one iteration's ops.
 
-def lower_bound(schedule: str, *, num_micro_batches: ScalarOrArray, ops: StageOps, before: StageOps) -> ScalarOrArray:
-    """Seconds of an iteration that no costs of the other ranks' ops make shorter; arguments broadcast.
+        Args:
+            ops: [parts of `StageOps`, rows, ...] seconds of one micro-batch on each rank, all its stages and token
+                slices.
+            multiplicity: [rows] number of ranks in each row; None = one each.
+            travelling_s: messages of a token slice through one stage of each rank and back, where they run under ops.
+            activation_limit: of `zero-bubble`: activations that a rank may hold, as a multiple of 1F1B's peak. With
+                twice as many, weight gradients of two ranks' worth fill the drain (the same paper, ZB-H2: F + BI - 2
+                BW); then ranks start the next iteration one after the other, as they end this one.
+        """
+        totals = np.asarray(self.total_s(StageOps(*ops)))
+        of_slowest = np.take_along_axis(ops, np.argmax(totals, axis=0)[None, None], axis=1)[:, 0]
+        everything = ops.sum(axis=1) if multiplicity is None else np.tensordot(ops, multiplicity, axes=([1], [0]))
+        slowest, others = StageOps(*of_slowest), StageOps(*(everything - of_slowest))
+        waits, back = others.forward + others.backward, slowest.backward + others.backward
+        if self.defers:
+            filling = activation_limit * others.weight_gradient
+            waits = np.maximum(others.forward + others.input_gradient - filling, 0.0)
+            back = slowest.input_gradient + others.input_gradient
+        token_slices, model_chunks = self.num_token_slices, self.num_model_chunks
+        time = self.num_micro_batches * self.total_s(slowest)
+        time = time + waits / (token_slices * model_chunks) + model_chunks * travelling_s
+        if self.runs_ahead:
+            # The first rank holds no more than P - 1 + S token slices, and waits for one of them to come back.
+            held = activation_limit * (self.num_ranks - 1) + token_slices
+            there_and_back = (slowest.forward + others.forward + back) / token_slices + travelling_s
+            time = np.maximum(time, self.num_micro_batches * token_slices / held * there_and_back)
+        return np.asarray(time)
 
-    A rank runs all its ops. Its first one starts when the first token slice has passed the stages before it, and when
-    its last backward is done, that token slice must go back through them. The same holds for a single stage of a rank.
+    def lower_bound_s(self, ops: StageOps, before: StageOps) -> ScalarOrArray:
+        """Seconds of an iteration that no costs of the other ranks' ops make shorter.
 
-    Args:
-        before: of the first token slice on the stages that it passes before the rank, messages included.
-    """
-    working = num_micro_batches * total_s(schedule, ops)
-    if schedule != "zero-bubble":
-        return before.forward + working + before.backward
-    # Weight gradients may all be still to do after the last input gradient.
-    turning = num_micro_batches * (ops.forward + ops.input_gradient) + before.input_gradient
-    return before.forward + np.maximum(turning, working)
+        A rank runs all its ops. Its first one starts when the first token slice has passed the stages before it, and
+        when its last backward is done, that token slice must go back through them. The same holds for a single stage of
+        a rank.
 
+        Args:
+            before: of the first token slice on the stages that it passes before the rank, messages included.
+        """
+        working = self.num_micro_batches * self.total_s(ops)
+        if not self.defers:
+            return before.forward + working + before.backward
+        # Weight gradients may all be still to do after the last input gradient.
+        turning = self.num_micro_batches * (ops.forward + ops.input_gradient) + before.input_gradient
+        return before.forward + np.maximum(turning, working)
 
-def round_trip_bound(
-    *,
-    num_ranks: int,
-    num_micro_batches: Floats,
-    num_token_slices: Floats,
-    filling_s: ScalarOrArray,
-    forward_s: ScalarOrArray,
-    backward_s: ScalarOrArray,
-    last: tuple[ScalarOrArray, ScalarOrArray],
-    draining_s: ScalarOrArray,
-) -> ScalarOrArray:
-    """Seconds that `1f1b` and `zero-bubble` take because the first rank waits for token slices to come back.
+    def round_trip_bound_s(
+        self,
+        *,
+        filling_s: ScalarOrArray,
+        forward_s: ScalarOrArray,
+        backward_s: ScalarOrArray,
+        last: tuple[ScalarOrArray, ScalarOrArray],
+        draining_s: ScalarOrArray,
+    ) -> ScalarOrArray:
+        """Seconds that schedules which `runs_ahead` take because the first rank waits for token slices to come back.
 
-    The first rank runs P - 2 + S forwards ahead; from there on forward u + P follows the backward that answers forward
-    u, the last one of its micro-batch (`plan.schedules`: `one_f_one_b`, `zero_bubble`). So every ceil(P / S)
-    micro-batches a token slice passes all ranks both ways, one after the other. When the last of these turns, the last
-    rank still has the rest to do. A backward is an input gradient where these are apart.
+        The first rank runs P - 2 + S forwards ahead; from there on forward u + P follows the backward that answers
+        forward u, the last one of its micro-batch (`plan.schedules`: `one_f_one_b`, `zero_bubble`). So every ceil(P /
+        S) micro-batches a token slice passes all ranks both ways, one after the other. When the last of these turns,
+        the last rank still has the rest to do. A backward is an input gradient where these are apart.
 
-    Args:
-        filling_s: forwards of all token slices of a micro-batch but the last on the first rank.
-        forward_s: forwards of the last token slice on all ranks, messages included.
-        backward_s: its backwards on all ranks, messages included.
-        last: forward and backward of a micro-batch on the last rank.
-        draining_s: backwards of the first token slice on all ranks but the last, messages included.
-    """
-    together = np.ceil(num_ranks / num_token_slices)
-    waited = (num_micro_batches - 1) // together
-    left = num_micro_batches - waited * together
-    rest = (left - 1) * last[0] + left * last[1]
-    return filling_s + waited * (forward_s + backward_s) + forward_s + rest + draining_s
+        Args:
+            filling_s: forwards of all token slices of a micro-batch but the last on the first rank.
+            forward_s: forwards of the last token slice on all ranks, messages included.
+            backward_s: its backwards on all ranks, messages included.
+            last: forward and backward of a micro-batch on the last rank.
+            draining_s: backwards of the first token slice on all ranks but the last, messages included.
+        """
+        together = np.ceil(self.num_ranks / self.num_token_slices)
+        waited = (self.num_micro_batches - 1) // together
+        left = self.num_micro_batches - waited * together
+        rest = (left - 1) * last[0] + left * last[1]
+        return filling_s + waited * (forward_s + backward_s) + forward_s + rest + draining_s
 
 
 MOST_OPS = 8_000

@@ -40,7 +40,6 @@ from megatron_terapipe.search.price.links import (
     dispatch_s,
     reduce_scatter_s,
 )
-from megatron_terapipe.search.price.step import exposed_under
 from megatron_terapipe.search.price.workload import Layer, Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -274,8 +273,8 @@ class LayerPrices:
         there_and_back = (1 - self.communication.hidden_exchange) * there_and_back
         if not self.communication.overlaps_shared_experts:
             return there_and_back + drain, there_and_back, there_and_back
-        forward = exposed_under(there_and_back, kernels.shared_experts, self.efficiency)
-        backward = exposed_under(there_and_back, BACKWARD_PER_FORWARD * kernels.shared_experts, self.efficiency)
+        forward = self.efficiency.exposed_s(there_and_back, kernels.shared_experts)
+        backward = self.efficiency.exposed_s(there_and_back, BACKWARD_PER_FORWARD * kernels.shared_experts)
         return forward + drain, backward, forward
 
     def _there_and_back_s(self, query: LayerQuery, links: LayerLinks) -> tuple[ScalarOrArray, ScalarOrArray]:
@@ -428,7 +427,7 @@ def ring_s(
         return 0.0
     of_keys = 2 * key_heads(attention, query.tensor_parallel_size) * attention.head_size / query.tensor_parallel_size
     gathered = element_bytes * of_keys * query.rows * topology.size
-    return exposed_under(all_gather_s(gathered, topology, efficiency), attention_s, efficiency)
+    return efficiency.exposed_s(all_gather_s(gathered, topology, efficiency), attention_s)
 
 
 def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[float, int]:

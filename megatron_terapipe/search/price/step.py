@@ -15,6 +15,7 @@ from megatron_terapipe.search.price.links import (
     all_reduce_s,
     reduce_scatter_s,
 )
+from megatron_terapipe.search.price.makespan import Pipeline
 
 
 class StepCosts(NamedTuple):
@@ -39,11 +40,7 @@ class CoveringOps(NamedTuple):
     backward: ScalarOrArray
     layers: ScalarOrArray
     """Layers of the stage with the last complete gradients, which complete one after the other."""
-    num_micro_batches: ScalarOrArray
-    turns: ScalarOrArray = 1.0
-    """Ops of the rank from the one that completes its first stage to the one that completes its last: `turns_of`."""
-    stages: ScalarOrArray = 1.0
-    """Stages of the rank that complete in turn."""
+    pipeline: Pipeline
 
     def cool_down_s(self, *, drains: bool) -> ScalarOrArray:
         """Seconds for which the ranks before still run after the completing op, from arrays of [P, ...].
@@ -160,37 +157,22 @@ def exposed_reduction_s(
         cool_down_s: see `CoveringOps.cool_down_s`; 0 for one rank.
     """
     layers = np.maximum(ops.layers, 1.0)
-    parts = layers * ops.stages
+    stages, turns = ops.pipeline.completed, ops.pipeline.turns
+    parts = layers * stages
     if zero_stage == 3:
-        in_forward = exposed_under(step.weight_gather, ops.forward, efficiency)
-        in_backward = exposed_under(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
+        in_forward = efficiency.exposed_s(step.weight_gather, ops.forward)
+        in_backward = efficiency.exposed_s(step.weight_gather + step.gradient_reduction, ops.backward)
         ends = (step.weight_gather + step.gradient_reduction) / layers
-        return ops.num_micro_batches * (in_forward + in_backward) + ends
+        return ops.pipeline.num_micro_batches * (in_forward + in_backward) + ends
     shown, gather = step.gradient_reduction, step.weight_gather
     if communication.overlaps_gradient_reduction:
         summed = step.gradient_reduction - step.late
         # The last stage's own, and those of all stages, which wait for each other.
-        after = np.maximum(summed / ops.stages - ops.completing, summed - ops.completing * ops.turns)
+        after = np.maximum(summed / stages - ops.completing, summed - ops.completing * turns)
         after = np.maximum(after + ops.completing / layers, summed / parts)
         after = np.maximum(after - cool_down_s, 0.0)
         shown = after + efficiency.overlap_exposed * (summed - after) + step.late
     if communication.overlaps_weight_gather:
-        under = ops.forward * ops.turns / ops.stages
-        gather = gather / parts + exposed_under(gather * (parts - 1) / parts, under, efficiency)
+        under = ops.forward * turns / stages
+        gather = gather / parts + efficiency.exposed_s(gather * (parts - 1) / parts, under)
     return shown + gather
-
-
-def turns_of(
-    schedule: str, num_ranks: int, num_model_chunks: int, micro_batches: ScalarOrArray, token_slices: ScalarOrArray = 1
-) -> dict[str, ScalarOrArray]:
-    """Return `turns` and `stages`: interleaved stages of a rank take turns with as many ops each as there are ranks."""
-    if schedule != "interleaved":
-        return {}
-    group = np.minimum(num_ranks, micro_batches * token_slices)
-    return {"turns": 1 + (num_model_chunks - 1) * group, "stages": num_model_chunks}
-
-
-def exposed_under(messages_s: ScalarOrArray, ops_s: ScalarOrArray, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds that messages add to ops which they run under."""
-    hidden = np.minimum(messages_s, ops_s)
-    return messages_s - hidden + efficiency.overlap_exposed * hidden

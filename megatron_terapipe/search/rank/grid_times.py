@@ -23,17 +23,12 @@ from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
 from megatron_terapipe.search.price.makespan import (
-    ONE_STAGE_EACH,
-    lower_bound,
-    pipeline_time,
-    round_trip_bound,
-    slowest_rank_and_rest,
+    Pipeline,
 )
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
-    SPLIT_SCHEDULES,
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
     KindTables,
@@ -43,7 +38,7 @@ from megatron_terapipe.search.price.stages import (
     on_slowest_device,
     stage_ops,
 )
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, turns_of
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s
 from megatron_terapipe.search.rank.space import StrategyGrid
 
 Floats = NDArray[np.float64]
@@ -279,7 +274,6 @@ def grid_times(
     Args:
         pairs: [O, P] the pairs of a schedule and a partition that are priced.
     """
-    micro_batches, num_token_slices = _sizes(grid)
     layers = [(layer.output_elements, layer.extra_output_elements) for layer in cost_model.workload.layers]
     wanted = []
     for (model_chunks, place), found in counts.items():
@@ -299,29 +293,16 @@ def grid_times(
             if elements not in sent:
                 sent[elements] = message_times(grid, alike, cost_model, elements, tables.splits(grid))
             for order in orders:
-                schedule, model_chunks = grid.order[order]
-                bound_s = _bound(schedule, model_chunks, grid, ops, sent[elements])
-                slowest, others = slowest_rank_and_rest(schedule, ops.whole, ops.multiplicity)
-                estimate_s = pipeline_time(
-                    schedule,
-                    num_ranks=grid.layout.pipeline_parallel_size,
-                    num_micro_batches=micro_batches,
-                    num_token_slices=num_token_slices,
-                    num_model_chunks=model_chunks,
-                    slowest=slowest,
-                    others=others,
-                    travelling_s=sent[elements].usual,
-                )
+                pipeline = _pipeline(grid, *grid.order[order])
+                bound_s = _bound(pipeline, ops, sent[elements])
+                estimate_s = pipeline.makespan_s(ops.whole, ops.multiplicity, travelling_s=sent[elements].usual)
                 estimate_s = np.maximum(estimate_s, bound_s)
                 covering = CoveringOps(
-                    completing=ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
+                    completing=ops.completing[WEIGHT_GRADIENT if pipeline.defers else BACKWARD],
                     forward=ops.whole[FORWARD, ops.first],
                     backward=ops.whole[BACKWARD, ops.first],
                     layers=float(found.first_stage[0].sum()),
-                    num_micro_batches=micro_batches,
-                    **turns_of(
-                        schedule, grid.layout.pipeline_parallel_size, model_chunks, micro_batches, num_token_slices
-                    ),
+                    pipeline=pipeline,
                 )
                 for zero, (end, (zero_stage, _)) in enumerate(zip(ends, grid.zero, strict=True)):
                     step = StepCosts(*(np.asarray(part)[:, number] for part in end))
@@ -335,23 +316,14 @@ def grid_times(
     return np.maximum.reduce(estimates), np.maximum.reduce(bounds)
 
 
-def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
+def _bound(pipeline: Pipeline, ops: RankOps, messages: MessageTimes) -> Floats:
     """[B, S, R, Q] seconds of the ops that no simulation goes below."""
-    micro_batches, num_token_slices = _sizes(grid)
     before = ops.before + messages.first[ops.stages]
-    each = lower_bound(
-        schedule,
-        num_micro_batches=micro_batches,
-        ops=StageOps(*ops.followed),
-        before=StageOps(*before),
-    )
-    bound = np.maximum(np.max(each, axis=0), micro_batches * messages.busy)
-    if schedule in ONE_STAGE_EACH and model_chunks == 1:
-        back = INPUT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD
-        waiting = round_trip_bound(
-            num_ranks=grid.layout.pipeline_parallel_size,
-            num_micro_batches=micro_batches,
-            num_token_slices=num_token_slices,
+    each = pipeline.lower_bound_s(StageOps(*ops.followed), StageOps(*before))
+    bound = np.maximum(np.max(each, axis=0), pipeline.num_micro_batches * messages.busy)
+    if pipeline.runs_ahead:
+        back = INPUT_GRADIENT if pipeline.defers else BACKWARD
+        waiting = pipeline.round_trip_bound_s(
             filling_s=ops.filling_s,
             forward_s=ops.turning[FORWARD] + messages.last,
             backward_s=ops.turning[back] + messages.last,
@@ -362,10 +334,11 @@ def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, m
     return np.asarray(bound)
 
 
-def _sizes(grid: StrategyGrid) -> tuple[Floats, Floats]:
-    """Numbers of micro-batches [B, 1, 1, 1], and of token slices [1, S, 1, 1]."""
+def _pipeline(grid: StrategyGrid, schedule: str, model_chunks: int) -> Pipeline:
+    """Pipelines of a grid: numbers of micro-batches [B, 1, 1, 1], and of token slices [1, S, 1, 1]."""
     micro_batches = grid.num_micro_batches.reshape(-1, 1, 1, 1).astype(float)
-    return micro_batches, np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
+    token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
+    return Pipeline(schedule, grid.layout.pipeline_parallel_size, model_chunks, micro_batches, token_slices)
 
 
 def _step_s(step: StepCosts, covering: CoveringOps, model: CostModel, zero_stage: int) -> Floats:

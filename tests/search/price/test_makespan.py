@@ -17,14 +17,11 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import GroupTopology, ShardLinks, all_reduce_s
 from megatron_terapipe.search.price.makespan import (
     FewerMicroBatches,
+    Pipeline,
     ScheduleSimulator,
-    lower_bound,
-    pipeline_time,
-    round_trip_bound,
-    total_s,
 )
 from megatron_terapipe.search.price.stages import StageOps
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs, turns_of
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "breadth-first")
 
@@ -35,54 +32,35 @@ def parts_of(tables: np.ndarray) -> np.ndarray:
     return np.array([forward, input_gradient + weight_gradient, input_gradient, weight_gradient])
 
 
+def pipeline_of(schedule: str, shape: PipelineShape) -> Pipeline:
+    sizes = shape.num_model_chunks, shape.num_micro_batches, shape.num_token_slices
+    return Pipeline(schedule, shape.num_ranks, *sizes)
+
+
 def estimated(schedule: str, shape: PipelineShape, tables: np.ndarray) -> float:
     """Time in closed form of ops [3, stages, S]: F, BI, BW."""
     parts = parts_of(tables).sum(axis=2).reshape(4, shape.num_model_chunks, shape.num_ranks).sum(axis=1)
-    slowest = int(np.argmax(total_s(schedule, StageOps(*parts))))
-    return float(
-        pipeline_time(
-            schedule,
-            num_ranks=shape.num_ranks,
-            num_micro_batches=shape.num_micro_batches,
-            num_token_slices=shape.num_token_slices,
-            num_model_chunks=shape.num_model_chunks,
-            slowest=StageOps(*parts[:, slowest]),
-            others=StageOps(*(parts.sum(axis=1) - parts[:, slowest])),
-        )
-    )
+    return float(pipeline_of(schedule, shape).makespan_s(parts))
 
 
 def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: float) -> list[float]:
     """Bounds of the same: of each rank, of each single stage, and of the first rank's round trips."""
-    ranks, count, token_slices = shape.num_ranks, shape.num_micro_batches, shape.num_token_slices
+    ranks, pipeline = shape.num_ranks, pipeline_of(schedule, shape)
     parts = parts_of(tables)
     whole = parts.sum(axis=2)
     before = np.cumsum(parts[:, :, 0], axis=1) - parts[:, :, 0] + message_s * np.arange(shape.num_stages)
     found = [
-        lower_bound(
-            schedule,
-            num_micro_batches=count,
-            ops=StageOps(*whole[:, rank::ranks].sum(axis=1)),
-            before=StageOps(*before[:, rank]),
-        )
+        pipeline.lower_bound_s(StageOps(*whole[:, rank::ranks].sum(axis=1)), StageOps(*before[:, rank]))
         for rank in range(ranks)
     ]
     if schedule in ("gpipe", "interleaved", "breadth-first"):
         stages = range(shape.num_stages)
-        found += [
-            lower_bound(
-                schedule, num_micro_batches=count, ops=StageOps(*whole[:, stage]), before=StageOps(*before[:, stage])
-            )
-            for stage in stages
-        ]
+        found += [pipeline.lower_bound_s(StageOps(*whole[:, stage]), StageOps(*before[:, stage])) for stage in stages]
     else:
         back = 2 if schedule == "zero-bubble" else 1
         forward, backward = parts[[0, back], :, -1].sum(axis=1) + message_s * (ranks - 1)
         found.append(
-            round_trip_bound(
-                num_ranks=ranks,
-                num_micro_batches=np.array(float(count)),
-                num_token_slices=np.array(float(token_slices)),
+            pipeline.round_trip_bound_s(
                 filling_s=parts[0, 0, :-1].sum(),
                 forward_s=forward,
                 backward_s=backward,
@@ -171,11 +149,10 @@ def test_balanced_stages_are_priced_as_simulated(
 
 def test_twice_the_activations_hide_twice_the_drain() -> None:
     def makespan(limit: float) -> float:
-        sizes = {"num_ranks": 8, "num_micro_batches": 24, "num_token_slices": 1, "num_model_chunks": 1}
-        one, others = StageOps(1.0, 2.0, 1.0, 1.0), StageOps(7.0, 14.0, 7.0, 7.0)
-        return float(pipeline_time("zero-bubble", **sizes, slowest=one, others=others, activation_limit=limit))
+        ops = np.array([1.0, 2.0, 1.0, 1.0])[:, None]
+        return float(Pipeline("zero-bubble", 8, 1, 24, 1).makespan_s(ops, np.array([8.0]), activation_limit=limit))
 
-    # arXiv 2401.10241 table 1: bubbles of 1F1B, ZB-H1 and ZB-H2 are (p-1) times F + BI + BW - ..., see `pipeline_time`.
+    # arXiv 2401.10241 table 1: bubbles of 1F1B, ZB-H1 and ZB-H2 are (p-1) times F + BI + BW - ..., see `Pipeline`.
     assert makespan(1.0) == pytest.approx(24 * 3 + 7 * 1)
     assert makespan(2.0) == pytest.approx(24 * 3)
 
@@ -296,14 +273,14 @@ def test_a_shared_weight_is_reduced_between_the_ends() -> None:
 def test_exposed_reductions_are_those_of_the_simulated_plan(
     reduction: float, op: float, layers: int, cool_down: float, late: float, stages: int, group: int
 ) -> None:
-    turns = turns_of("interleaved", group, stages, 8)
+    pipeline = Pipeline("interleaved", group, stages, 8, 1)
     completed = {
         stage: (op * group * (stages - 1 - stage), op * (1 + group * (stages - 1 - stage)))
         for stage in reversed(range(stages))
     }
     pieces = [(reduction / stages / layers,) * layers] * stages
     *_, last = reductions(completed, pieces, PipelineShape(stages, 8, num_model_chunks=stages))
-    step, ops = StepCosts(reduction + late, 0.0, 0.0, late), CoveringOps(op, 0.0, op, layers, 1, **turns)
+    step, ops = StepCosts(reduction + late, 0.0, 0.0, late), CoveringOps(op, 0.0, op, layers, pipeline)
     shown = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.0), cool_down, zero_stage=1)
     after = max(last.end - completed[0][1] - cool_down, 0)
     assert shown == pytest.approx(after + late)
@@ -334,6 +311,6 @@ def test_exposed_seconds_of_two_micro_batches(
 ) -> None:
     """Of a forward of 2 s and a backward of 4 s, in four layers."""
     step = StepCosts(reduction, 0.0, 0.0, weight_gather=gather)
-    ops = CoveringOps(completing=4.0, forward=2.0, backward=4.0, layers=4, num_micro_batches=2)
+    ops = CoveringOps(completing=4.0, forward=2.0, backward=4.0, layers=4, pipeline=Pipeline("1f1b", 1, 1, 2, 1))
     free = replace(FREE, overlap_exposed=0.0)
     assert exposed_reduction_s(step, ops, communication, free, zero_stage=zero_stage) == pytest.approx(shown)
