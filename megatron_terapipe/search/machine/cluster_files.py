@@ -1,14 +1,15 @@
 """Clusters from files: JSON or YAML, or a hostfile.
 
-    file -> entries (pydantic) -> groups of equal nodes, completed from the library -> Cluster, notes
+    file -> entries (pydantic) -> nodes, completed from the library -> Cluster, notes
 
 Notes name the fields that the library filled in, and figures that look like another unit, which are used as they are.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -54,54 +55,42 @@ LINE_RATES = (1, 2.5, 5, 10, 20, 25, 40, 50, 56, 100, 200, 400, 800)
 """Gbit/s of network cards that are sold."""
 
 
-def inside_notes(device: Device, inside: Link) -> Iterator[str]:
-    """Yield a note if a link inside a node is faster than in the device's usual machine."""
-    if not _is_known(device):
-        return
-    machine = library.usual_machine(device.name)
-    usual, given = machine.inside.bandwidth / GIGABYTE, inside.bandwidth / GIGABYTE
-    if _is_close(given, 2 * usual):
-        yield (
-            f"inside {given:g} GB/s of {device.name} nodes is the sum of both directions, as links are sold: "
-            f"bandwidths count one direction, so write {usual:g} GB/s"
-        )
-    elif given > 2 * usual:
-        yield (
-            f"inside {given:g} GB/s of {device.name} nodes is {given / usual:.2g} times the {usual:g} GB/s of a "
-            f"{machine.name} in one direction: check it"
-        )
-
-
-def network_notes(network: Link) -> Iterator[str]:
-    """Yield a note if no network card has such a bandwidth, as if bits were given as bytes."""
-    given = network.bandwidth / GIGABIT
-    if given > LINE_RATES[-1] * (1 + CLOSE):
-        yield (
-            f"network {given:g} Gbit/s ({given / 8:g} GB/s) is more than one card has: give the bandwidth of one card, "
-            "their number in cards, and mind that cards are sold in Gbit/s"
-        )
-    elif not _is_line_rate(given) and _is_line_rate(8 * given):
-        yield (
-            f"network {given:g} Gbit/s is the rate of no card, and {given:g} GB/s is the rate of a card of "
-            f"{8 * given:g} Gbit/s: check the unit"
-        )
-
-
-def device_notes(device: Device) -> Iterator[str]:
-    """Yield a note if a device of the library has twice its FLOP/s of dense products, or if its figures are a guess."""
-    if _is_known(device):
-        dense = library.device(device.name).half_flops / 1e12
+def unit_notes(node: Node, given: "NodeParts") -> Iterator[str]:
+    """Yield notes about figures of a node that look like another unit, and about guesses; of links, if they are given."""
+    device, inside, network = node.device, node.inside.bandwidth / GIGABYTE, node.network.bandwidth / GIGABIT
+    machine, is_known = library.usual_machine(device.name), False
+    if library.is_guess(device.name):
+        yield f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it"
+    elif (known := library.find_device(device.name)) is not None:
+        dense, is_known = known.device.half_flops / 1e12, True
         if _is_close(device.half_flops / 1e12, 2 * dense):
             yield (
                 f"half_flops {device.half_flops / 1e12:g} TFLOP/s of {device.name} counts sparsity: write {dense:g} "
                 "TFLOP/s, of dense products"
             )
-    if library.is_guess(device.name):
-        yield f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it"
-
-
-def _is_known(device: Device) -> bool:
-    return library.find_device(device.name) is not None and not library.is_guess(device.name)
+    usual = machine.inside.bandwidth / GIGABYTE
+    if given.inside is not None and is_known:
+        if _is_close(inside, 2 * usual):
+            yield (
+                f"inside {inside:g} GB/s of {device.name} nodes is the sum of both directions, as links are sold: "
+                f"bandwidths count one direction, so write {usual:g} GB/s"
+            )
+        elif inside > 2 * usual:
+            yield (
+                f"inside {inside:g} GB/s of {device.name} nodes is {inside / usual:.2g} times the {usual:g} GB/s of a "
+                f"{machine.name} in one direction: check it"
+            )
+    if given.network is not None:
+        if network > LINE_RATES[-1] * (1 + CLOSE):
+            yield (
+                f"network {network:g} Gbit/s ({network / 8:g} GB/s) is more than one card has: give the bandwidth of "
+                "one card, their number in cards, and mind that cards are sold in Gbit/s"
+            )
+        elif not _is_line_rate(network) and _is_line_rate(8 * network):
+            yield (
+                f"network {network:g} Gbit/s is the rate of no card, and {network:g} GB/s is the rate of a card of "
+                f"{8 * network:g} Gbit/s: check the unit"
+            )
 
 
 def _is_close(given: float, figure: float) -> bool:
@@ -210,113 +199,43 @@ class ClusterEntry(Entry):
     overrides: dict[str, NodeParts] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGroup:
-    """Nodes that differ by their names only."""
-
-    node: Node
-    """One of them, without a name."""
-    hosts: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Values taken from the library, a line each."""
-
-    @classmethod
-    def of_machine(cls, machine: Node, device: Device, *notes: str) -> "NodeGroup":
-        """Return a node of the library, perhaps with another device."""
-        return cls(replace(machine, device=device), notes=(*notes, *device_notes(device)))
-
-    @classmethod
-    def of_library(cls, name: str) -> "NodeGroup":
-        """Return a node by the name of a machine, or of a device in its usual machine."""
-        if name.lower() in MACHINES.keys() - FOR_ANY_DEVICE:
-            machine = MACHINES[name.lower()]
-            return cls.of_machine(machine, machine.device)
-        device = library.device(name, "--device")
-        machine = library.usual_machine(name)
-        return cls.of_machine(machine, device, library_note(["links"], device, machine))
-
-
-def library_note(missing: Sequence[str], device: Device, machine: Node) -> str:
-    """Return the note that something was taken from the library."""
-    omitted = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
-    return f"{omitted} of {device.name} nodes not given: those of a {machine.name} are taken"
-
-
-def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
-    """Return the groups of nodes of a cluster file, `overrides` of single hosts applied."""
-    groups: list[NodeGroup] = []
-    num_nodes = 0
-    for index, entry in enumerate(cluster.nodes):
-        where = place(file, "nodes", index)
-        hosts = _hosts(entry, where, first=num_nodes + 1)
-        named = entry.machine is not None or (entry.device is None and cluster.machine is not None)
-        group = replace(_with_parts(_base(entry, where, cluster, file), entry, keeps_cards=named), hosts=hosts)
-        num_nodes += len(hosts)
-        if num_nodes > MOST_DEVICES_OF_CLUSTER:
-            raise ConfigError(f"{place(file, 'nodes')}: more than {MOST_DEVICES_OF_CLUSTER:,} nodes: give fewer")
-        groups += _with_overrides(group, cluster.overrides, file)
-    hosts = tuple(host for group in groups for host in group.hosts)
-    unknown = next((host for host in cluster.overrides if host not in hosts), None)
-    if unknown is not None:
-        raise ConfigError(f"{place(file, 'overrides', unknown)} is not a host: {suggestion(unknown, hosts)}")
-    return groups
-
-
-def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str) -> list[NodeGroup]:
-    """Split the hosts of `overrides` from their group."""
-    if not any(host in overrides for host in group.hosts):
-        return [group]
-    parts = []
-    for host in group.hosts:
-        part, where = replace(group, hosts=(host,)), place(file, "overrides", host)
-        if host in overrides:
-            entry = overrides[host]
-            if entry.device is not None:
-                part = replace(part, node=replace(part.node, device=entry.device.read(f"{where}.device")[0]))
-            part = _with_parts(part, entry)
-        parts.append(part)
-    return parts
-
-
-def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False) -> NodeGroup:
-    """Return a group with the parts that an entry gives.
-
-    `keeps_cards`: whether a network with only a bandwidth has the cards of the machine that the file names, not one.
-    """
-    node, notes = group.node, list(group.notes)
-    if entry.devices is not None:
-        node = replace(node, num_devices=entry.devices)
-    if entry.inside is not None:
-        node = replace(node, inside=_with_fields(node.inside, entry.inside))
-        notes += inside_notes(node.device, node.inside)
-    if entry.network is not None:
-        given, network = entry.network, _with_fields(node.network, entry.network)
-        cards = node.num_network_cards if keeps_cards or given.bandwidth is None else 1
-        if keeps_cards and cards > 1 and given.bandwidth is not None and given.cards is None:
-            notes.append(f"the network is read as each of the {cards} cards of the machine: give cards if not")
-        node = replace(node, network=network, num_network_cards=given.cards or cards)
-        notes += network_notes(network)
-    if entry.host is not None:
-        node = replace(node, host=_with_fields(node.host, entry.host))
-    return replace(group, node=node, notes=tuple(notes))
-
-
-def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> NodeGroup:
+def _node(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> tuple[Node, list[str]]:
+    """Return a node of an entry, without a name, and the notes about it."""
     of: NodeEntry | ClusterEntry = entry
-    at = f"{where}."
+    at, notes, cards = f"{where}.", [], 1
     if entry.machine is None and entry.device is None:
         of, at = cluster, place(file) + ": "
     device, usual = of.device.read(f"{at}device") if of.device is not None else (None, None)
     if of.machine is not None:
-        machine = library.machine(of.machine, f"{at}machine")
-        if device is None and machine.name in FOR_ANY_DEVICE:
+        usual = library.machine(of.machine, f"{at}machine")
+        if device is None and usual.name in FOR_ANY_DEVICE:
             raise fault(f"{at}machine", of.machine, "is a machine for any device", "name one in the field device")
-        return NodeGroup.of_machine(machine, device or machine.device)
-    if device is None or usual is None:
+        given, cards = entry.network, usual.num_network_cards
+        if cards > 1 and given is not None and given.bandwidth is not None and given.cards is None:
+            notes.append(f"the network is read as each of the {cards} cards of the machine: give cards if not")
+    elif device is None or usual is None:
         raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
-    parts = {"devices": "number of devices", "inside": "links inside", "network": "network"}
-    missing = [words for name, words in parts.items() if getattr(entry, name) is None]
-    return NodeGroup.of_machine(usual, device, *([library_note(missing, device, usual)] if missing else []))
+    else:
+        parts = {"devices": "number of devices", "inside": "links inside", "network": "network"}
+        if missing := [words for name, words in parts.items() if getattr(entry, name) is None]:
+            omitted = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
+            notes.append(f"{omitted} of {device.name} nodes not given: those of a {usual.name} are taken")
+    node = _with_parts(replace(usual, device=device or usual.device), entry, cards=cards)
+    return node, [*notes, *unit_notes(node, entry)]
+
+
+def _with_parts(node: Node, given: NodeParts, *, cards: int) -> Node:
+    """Return a node with the parts that an entry gives; `cards`: of a network of which only the bandwidth is given."""
+    changes: dict[str, Any] = {}
+    if given.devices is not None:
+        changes["num_devices"] = given.devices
+    for name, entry in (("inside", given.inside), ("network", given.network), ("host", given.host)):
+        if entry is not None:
+            changes[name] = _with_fields(getattr(node, name), entry)
+    if (network := given.network) is not None:
+        usual = node.num_network_cards if network.bandwidth is None else cards
+        changes["num_network_cards"] = network.cards or usual
+    return replace(node, **changes)
 
 
 def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
@@ -355,24 +274,50 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
             raise ConfigError(
                 f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB"
             )
-        hosts, group = parse_hostfile(text, path), NodeGroup.of_library(device)
-        nodes = tuple(replace(group.node, name=host.name, num_devices=host.slots) for host in hosts if host.slots)
-        return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)
+        is_machine, hosts = device.lower() in MACHINES.keys() - FOR_ANY_DEVICE, parse_hostfile(text, path)
+        kind = {"machine": device} if is_machine else {"device": library.device(device, "--device").name}
+        nodes = [
+            {"hosts": [host.name for host in alike], "devices": slots, **kind}
+            for slots, alike in groupby(hosts, key=lambda host: host.slots)
+            if slots
+        ]
+        cluster, notes = parse_cluster({"name": path.rpartition("/")[2], "nodes": nodes}, path)
+        return cluster, (*hostfile_notes(hosts), *notes)
     if device is not None:
         raise ConfigError(f"--device {device} is for hostfiles, and {path} names its devices: drop the flag")
     return parse_cluster(parse_text(text, path), path)
 
 
 def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...]]:
-    """Read a cluster from the object of a file."""
-    cluster = read_entry(ClusterEntry, document, where)
-    groups, name = read_groups(cluster, where), cluster.name or where.rpartition("/")[2].rpartition(".")[0]
+    """Read a cluster from the object of a file, and the notes about its default values."""
+    entry = read_entry(ClusterEntry, document, where)
+    name = entry.name or where.rpartition("/")[2].rpartition(".")[0]
+    groups: list[tuple[Node, tuple[str, ...]]] = []
+    notes: list[str] = []
+    num_nodes = 0
+    for index, each in enumerate(entry.nodes):
+        at = place(where, "nodes", index)
+        hosts = _hosts(each, at, first=num_nodes + 1)
+        node, of_node = _node(each, at, entry, where)
+        groups.append((node, hosts))
+        notes += of_node
+        num_nodes += len(hosts)
+        if num_nodes > MOST_DEVICES_OF_CLUSTER:
+            raise ConfigError(f"{place(where, 'nodes')}: more than {MOST_DEVICES_OF_CLUSTER:,} nodes: give fewer")
     # Before any node is made.
-    check_num_devices(sum(len(group.hosts) * group.node.num_devices for group in groups), name)
-    nodes = {}
-    for host, node in ((host, group.node) for group in groups for host in group.hosts):
+    check_num_devices(sum(len(hosts) * node.num_devices for node, hosts in groups), name)
+    nodes: dict[str, Node] = {}
+    for node, host in ((node, host) for node, hosts in groups for host in hosts):
         if host in nodes:
             raise ConfigError(f"cluster {name}: host {host} appears twice: give each node another name")
-        nodes[host] = replace(node, name=host)
-    notes = [note for each in groups for note in each.notes]
+        part = node
+        if (given := entry.overrides.get(host)) is not None:
+            if given.device is not None:
+                part = replace(node, device=given.device.read(f"{place(where, 'overrides', host)}.device")[0])
+            part = _with_parts(part, given, cards=1)
+            notes += unit_notes(part, given)
+        nodes[host] = replace(part, name=host)
+    unknown = next((host for host in entry.overrides if host not in nodes), None)
+    if unknown is not None:
+        raise ConfigError(f"{place(where, 'overrides', unknown)} is not a host: {suggestion(unknown, nodes)}")
     return Cluster(nodes=tuple(nodes.values()), name=name), tuple(dict.fromkeys(notes))

@@ -149,17 +149,7 @@ def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[
     below = np.where(knots[above] <= wanted, above, np.maximum(above - 1, 0))
     low, high = np.log(fitted(knots[below])), np.log(fitted(knots[above]))
     here = np.log(fitted(np.clip(wanted, knots[0], knots[-1])))
-    # Where the fit does not grow at all, by the logarithm of the size itself.
-    flat = high - low < 1e-12
-    log_low, log_high = np.log(knots[below]), np.log(knots[above])
-    by_size = np.divide(
-        np.log(np.clip(wanted, knots[0], knots[-1])) - log_low,
-        log_high - log_low,
-        out=np.zeros_like(here),
-        where=log_high > log_low,
-    )
-    by_fit = np.divide(here - low, high - low, out=np.zeros_like(here), where=~flat)
-    weight = np.where(flat, by_size, by_fit)
+    weight = np.divide(here - low, high - low, out=np.zeros_like(here), where=high - low > 1e-12)
     first = np.take_along_axis(values, below[None], 0)[0]
     second = np.take_along_axis(values, above[None], 0)[0]
     return cast(Numbers, first + weight * (second - first))

@@ -130,7 +130,7 @@ def test_hostfile(tmp_path: Path) -> None:
     assert [(node.name, node.num_devices) for node in cluster.nodes] == [("worker-1", 8), ("worker-2", 4)]
     assert notes == (
         "hosts without slots are not used: worker-3",
-        "links of V100-SXM2-16GB nodes not given: those of a p3.16xlarge are taken",
+        "links inside and network of V100-SXM2-16GB nodes not given: those of a p3.16xlarge are taken",
     )
     machine = read_cluster(str(path), device="p4d.24xlarge").nodes[0]
     assert (machine.device.name, machine.num_network_cards) == ("A100-SXM4-40GB", 4)
