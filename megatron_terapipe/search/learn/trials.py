@@ -22,7 +22,7 @@ from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import DeviceCount, DeviceOrName, NodeCount, parse_cluster
-from megatron_terapipe.search.machine.entries import Count, Entry, OrText, Text, fault, place, read_entry, short_for
+from megatron_terapipe.search.machine.entries import Count, Entry, OrText, Text, fault, place, read_entry
 from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainer_files import LIKE, OF_PACKAGE, Precision, Trainers, described_software
@@ -186,7 +186,7 @@ class TrialEntry(LooseEntry):
     model: dict[str, Any]
     cluster: dict[str, Any]
     strategy: StrategyEntry
-    software: Annotated[dict[str, Any], short_for(LIKE), OrText("Name of a trainer.")] | None = None
+    software: Annotated[dict[str, Any], OrText(LIKE, "Name of a trainer.")] | None = None
     precision: Precision | None = None
     forced_balance: bool = False
     measured: MeasuredEntry

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.parsing import check_host_name
@@ -39,10 +39,8 @@ from megatron_terapipe.search.machine.entries import (
     Time,
     expected,
     fault,
-    is_number,
     place,
     read_entry,
-    short_for,
 )
 from megatron_terapipe.search.machine.library import FOR_ANY_DEVICE, GIGABIT, GIGABYTE, MACHINES
 
@@ -56,7 +54,7 @@ LINE_RATES = (1, 2.5, 5, 10, 20, 25, 40, 50, 56, 100, 200, 400, 800)
 
 
 def unit_notes(node: Node, given: "NodeParts") -> Iterator[str]:
-    """Yield notes about figures of a node that look like another unit, and about guesses; of links, if they are given."""
+    """Yield notes about figures of a node that look like another unit or are a guess; links only if given."""
     device, inside, network = node.device, node.inside.bandwidth / GIGABYTE, node.network.bandwidth / GIGABIT
     machine, is_known = library.usual_machine(device.name), False
     if library.is_guess(device.name):
@@ -103,13 +101,6 @@ def _is_line_rate(gigabits: float) -> bool:
 
 NodeCount = Annotated[int, Field(ge=1, le=MOST_NODES)]
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
-
-
-def _link(value: object) -> object:
-    """Read text as a link of that bandwidth; refuse a number, which has no unit."""
-    if is_number(value):
-        raise ValueError("is a number without a unit: write it as 100 Gbit/s or 25 GB/s")
-    return {"bandwidth": value} if isinstance(value, str) else value
 
 
 Described = TypeVar("Described", Device, Link, HostMemory)
@@ -167,7 +158,7 @@ class HostEntry(Entry):
     bandwidth: Bandwidth | None = None
 
 
-DeviceOrName = Annotated[DeviceEntry, short_for("like"), OrText("Name of a device of the library.")]
+DeviceOrName = Annotated[DeviceEntry, OrText("like", "Name of a device of the library.")]
 
 
 class NodeParts(Entry):
@@ -175,8 +166,8 @@ class NodeParts(Entry):
 
     device: DeviceOrName | None = None
     devices: DeviceCount | None = None
-    inside: Annotated[LinkEntry, BeforeValidator(_link), OrText("Its bandwidth.")] | None = None
-    network: Annotated[NetworkEntry, BeforeValidator(_link), OrText("Bandwidth of a card.")] | None = None
+    inside: Annotated[LinkEntry, OrText("bandwidth", "Its bandwidth.")] | None = None
+    network: Annotated[NetworkEntry, OrText("bandwidth", "Bandwidth of a card.")] | None = None
     host: HostEntry | None = None
 
 

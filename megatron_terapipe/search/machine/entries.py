@@ -87,9 +87,16 @@ Time = Annotated[float, Quantity("time", "5 us", _TIMES, ("us",))]
 
 @dataclass(frozen=True)
 class OrText:
-    """Annotation of an object that a file may give as text."""
+    """Annotation of an object that a file may give as the text, or the number, of one of its fields."""
 
+    field: str
     meaning: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._object, handler(source))
+
+    def _object(self, value: object) -> object:
+        return {self.field: value} if isinstance(value, str | int | float) else value
 
     def __get_pydantic_json_schema__(self, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [{"type": "string", "description": self.meaning}, handler(read)]}
@@ -179,11 +186,6 @@ def fixed(expected: object, remedy: str) -> BeforeValidator:
         return value
 
     return BeforeValidator(read)
-
-
-def short_for(name: str) -> BeforeValidator:
-    """Read text as an object with one field of that value."""
-    return BeforeValidator(lambda value: {name: value} if isinstance(value, str) else value)
 
 
 def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = "") -> AnyEntry:
