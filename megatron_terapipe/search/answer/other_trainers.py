@@ -358,12 +358,9 @@ def _answer(
     ratio = 0.0 if winner is None else price.iteration_time_s / winner.iteration_time_s
     compared = "" if winner is None else f", {ratio:.2f} times rank 1"
     run, ours = _measured(software, problem), _measured(problem.software, problem)
-    kind = "with experts" if problem.workload.experts else "with a dense model"
-    known = f"Measured: {run}." if run else f"It was never measured {kind} on such devices."
-    if run and not ours:
-        known += f" {problem.software.title}, of rank 1, was never measured so: run a trial first."
+    trial = f" {problem.software.title}, of rank 1, was never measured so: run a trial first."
     advised = "; see --software" if ratio <= FASTER and software is not ALST else ""
-    time, measured = time_text(price.iteration_time_s), "measured" if run else "never measured"
+    time, measured = time_text(price.iteration_time_s), f"measured: {run}" if run else "never measured so"
     return WhatIfPart(
         name=software.name,
         strategy=strategy,
@@ -371,10 +368,15 @@ def _answer(
         change=max(0.0, 1 - ratio),
         line=f"{software.name}: {time}{compared} ({layout_text(strategy)}; {measured}){advised}",
         more=f"{software.title} holds {bytes_text(price.peak_memory_bytes)} on a device with {strategy_text(strategy)}"
-        f"{on_host}. {known}",
+        f"{on_host}.{trial if run and not ours else ''}",
     )
 
 
 def _measured(software: Software, problem: SearchProblem) -> str | None:
-    has_experts = problem.workload.experts is not None
-    return software.measured_on((node.device for node in problem.cluster.nodes), has_experts=has_experts)
+    """Return published runs of a trainer that are like a problem; None without, and for all other layers."""
+    workload, cluster = problem.workload, problem.cluster
+    if any(layer.recurrence or (layer.attention and layer.attention.latent) for layer in workload.layers):
+        return None
+    devices = dict.fromkeys(node.device for node in cluster.nodes)
+    kind = "experts" if workload.experts else "dense"
+    return software.measured_on(devices, cluster.num_devices, kind, workload.parameters)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from math import log
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -237,14 +238,33 @@ ONLY_OURS: Values = (
 """Values that other trainers can run of the dimensions for long sequences; a part of `Software.runs`."""
 
 
+LIKE = 3.0
+"""Factor up to which sizes are alike: parameters of two models, and numbers of devices."""
+
+
 class MeasuredRun(NamedTuple):
-    """A published run of a trainer, with which its times were compared."""
+    """Published runs of one model, with which the times of a trainer were compared."""
 
     device: str
-    """Beginning of the names of its devices."""
-    has_experts: bool
-    run: str
-    """Model, number of devices and source."""
+    """Beginning of the names of the devices."""
+    kind: str
+    """Of the model: `dense` or `experts`, both without latent attention."""
+    parameters: float
+    num_devices: tuple[int, int]
+    """Fewest and most."""
+    model: str
+    source: str
+
+    def __str__(self) -> str:
+        """Return model, devices and source."""
+        numbers = " to ".join(f"{number:,}" for number in dict.fromkeys(self.num_devices))
+        return f"{self.model} on {numbers} {self.device.partition('-')[0]} ({self.source})"
+
+    def is_like(self, device: Device, num_devices: int, kind: str, parameters: float) -> bool:
+        """Whether a model on such devices is as large, within `LIKE`, and of the same kind."""
+        least, most = self.num_devices
+        is_as_large = 1 / LIKE <= parameters / self.parameters <= LIKE and least / LIKE <= num_devices <= most * LIKE
+        return device.name.startswith(self.device) and kind == self.kind and is_as_large
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +275,6 @@ class Software:
     """Its name in the field `software` of trials."""
     title: str
     measured: tuple[MeasuredRun, ...] = ()
-    """One for each kind of device and of model that it was measured on."""
     operators: Operators
     products: Products
     attention: AttentionCore
@@ -292,17 +311,15 @@ class Software:
         values = dict(self.runs).get(dimension)
         return values is None or value in values
 
-    def measured_on(self, devices: Iterable[Device], *, has_experts: bool) -> str | None:
-        """Return runs of such models on each of these devices; None if one has none."""
-        runs = [
-            [
-                each.run
-                for each in self.measured
-                if device.name.startswith(each.device) and each.has_experts == has_experts
-            ]
-            for device in devices
-        ]
-        return "; ".join(dict.fromkeys(each[0] for each in runs)) if all(runs) else None
+    def measured_on(self, devices: Iterable[Device], num_devices: int, kind: str, parameters: float) -> str | None:
+        """Return runs of such a model on as many devices, one for each of their kinds; None if one has none."""
+        runs = []
+        for device in devices:
+            like = [each for each in self.measured if each.is_like(device, num_devices, kind, parameters)]
+            if not like:
+                return None
+            runs.append(str(min(like, key=lambda run: abs(log(run.parameters / parameters)))))
+        return "; ".join(dict.fromkeys(runs))
 
     def state(self, precision: str, zero_stage: int) -> StateBytes:
         """Return the bytes of weights, gradients and optimizer state."""

@@ -9,7 +9,7 @@ A file of `--trainers` also states which trainers ran which trials; `benchmarks/
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,7 +57,8 @@ def described_software(
         software = software.keeping_gradients(gradients)
     if not differences:
         return software
-    changed = _changed(asdict(software), differences, file, *path)
+    # Published runs are of the known trainer.
+    changed = _changed(asdict(replace(software, measured=())), differences, file, *path)
     try:
         software = TypeAdapter(Software).validate_python(changed)
     except ValidationError as error:

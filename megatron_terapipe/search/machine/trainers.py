@@ -166,7 +166,12 @@ MEGATRON_OPERATORS = Operators(
 MEGATRON_LM = Software(
     name="megatron-lm",
     title="Megatron-LM of 2021 to 2023",
-    measured=(MeasuredRun("A100-SXM4", False, "GPT 1T on 512 A100 (arXiv 2205.05198, table 5)"),),
+    measured=(
+        MeasuredRun("A100-SXM4", "dense", 22e9, (8, 8), "GPT 22B", "arXiv 2205.05198, table 5"),
+        MeasuredRun("A100-SXM4", "dense", 39e9, (512, 512), "GPT 39B", "arXiv 2104.04473, table 1"),
+        MeasuredRun("A100-SXM4", "dense", 175e9, (256, 1024), "GPT 175B", "MegaScale, NSDI 24, tables 1 and 2"),
+        MeasuredRun("A100-SXM4", "dense", 530e9, (280, 2520), "GPT 530B", "arXiv 2205.05198, table 5"),
+    ),
     operators=MEGATRON_OPERATORS,
     products=Products(forward_kernels=3, backward_kernels=6, accumulation_bytes=8),
     attention=AttentionCore(
@@ -193,7 +198,10 @@ DEEPSPEED = replace(
     MEGATRON_LM,
     name="deepspeed",
     title="DeepSpeed's pipeline engine with Megatron's layers",
-    measured=(MeasuredRun("A100-SXM4", False, "BLOOM 176B on 384 A100 (arXiv 2211.05100, section 3.4)"),),
+    measured=(
+        MeasuredRun("A100-SXM4", "dense", 18e9, (256, 256), "GPT 18B", "vTrain"),
+        MeasuredRun("A100-SXM4", "dense", 176e9, (384, 384), "BLOOM 176B", "arXiv 2211.05100, section 3.4"),
+    ),
     operators=replace(
         MEGATRON_LM.operators,
         # Halves are swapped and put together, for queries and for keys.
@@ -210,16 +218,27 @@ DEEPSPEED = replace(
 )
 
 
+DGXC, BRIDGE = "NVIDIA dgxc-benchmarking", "Megatron-Bridge's tables"
+
 MEGATRON_CORE = Software(
     name="megatron-core",
     title="Megatron-core with Transformer Engine",
     measured=(
-        MeasuredRun("H100-SXM5", False, "Llama 3.1 405B on 512 H100 (NVIDIA dgxc-benchmarking 25.05)"),
-        MeasuredRun("H100-SXM5", True, "Grok-1 314B on 2,048 H100 (NVIDIA dgxc-benchmarking)"),
-        MeasuredRun("B200", False, "Llama 3.1 405B cut to 4 layers on 8 B200 (SimuMax 1.2)"),
-        MeasuredRun("B200", True, "gpt-oss 120B on 64 B200 (Megatron-Bridge 26.04)"),
-        MeasuredRun("GB200", False, "Llama 3.1 405B on 512 GB200 (NVIDIA dgxc-benchmarking 25.05)"),
-        MeasuredRun("GB200", True, "Grok-1 314B on 512 GB200 (NVIDIA dgxc-benchmarking)"),
+        MeasuredRun("H100-SXM5", "dense", 8e9, (8, 128), "Llama 3.1 8B", DGXC),
+        MeasuredRun("H100-SXM5", "dense", 15.6e9, (16, 2048), "Nemotron-4 15B", DGXC),
+        MeasuredRun("H100-SXM5", "dense", 70.6e9, (64, 2048), "Llama 3.1 70B", DGXC),
+        MeasuredRun("H100-SXM5", "dense", 406e9, (512, 2304), "Llama 3.1 405B", DGXC),
+        MeasuredRun("H100-SXM5", "experts", 30.5e9, (16, 16), "Qwen3-30B-A3B", BRIDGE),
+        MeasuredRun("H100-SXM5", "experts", 117e9, (64, 64), "gpt-oss 120B", BRIDGE),
+        MeasuredRun("H100-SXM5", "experts", 316e9, (512, 2048), "Grok-1 314B", DGXC),
+        MeasuredRun("B200", "dense", 17.1e9, (8, 8), "Llama 3.1 405B cut to 4 layers", "SimuMax 1.2"),
+        MeasuredRun("GB200", "dense", 406e9, (128, 512), "Llama 3.1 405B", DGXC),
+        MeasuredRun("GB200", "experts", 316e9, (128, 512), "Grok-1 314B", DGXC),
+        *(
+            MeasuredRun(device, "experts", parameters, (number, number), model, BRIDGE)
+            for device in ("B200", "B300", "GB200", "GB300")
+            for parameters, number, model in ((30.5e9, 8, "Qwen3-30B-A3B"), (117e9, 64, "gpt-oss 120B"))
+        ),
     ),
     operators=Operators(
         layernorm=Operator(forward=2, backward=3),
@@ -314,8 +333,10 @@ FSDP = Software(
     name="fsdp",
     title="PyTorch FSDP with torch.compile",
     measured=(
-        MeasuredRun("A100-SXM4", False, "Llama 2 7B on 128 A100 (IBM's fms-fsdp)"),
-        MeasuredRun("H100-SXM5", False, "Llama 3.1 70B on 256 H100, with tensor-parallel ranks (torchtitan)"),
+        MeasuredRun("A100-SXM4", "dense", 6.7e9, (128, 128), "Llama 2 7B", "IBM's fms-fsdp"),
+        MeasuredRun("A100-SXM4", "dense", 69e9, (128, 128), "Llama 2 70B", "IBM's fms-fsdp"),
+        MeasuredRun("H100-SXM5", "dense", 8e9, (64, 64), "Llama 3.1 8B", "torchtitan"),
+        MeasuredRun("H100-SXM5", "dense", 70.6e9, (256, 256), "Llama 3.1 70B", "torchtitan"),
     ),
     operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss),
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
@@ -349,7 +370,7 @@ ALST = replace(
     FSDP,
     name="alst",
     title="ZeRO 3 with Ulysses (DeepSpeed's ALST)",
-    measured=(MeasuredRun("H100-SXM5", False, "Llama 3 8B with 3.7M tokens on 8 H100 (arXiv 2506.13996)"),),
+    measured=(MeasuredRun("H100-SXM5", "dense", 8e9, (8, 8), "Llama 3 8B with 3.7M tokens", "arXiv 2506.13996"),),
     # A gradient in bf16 is copied into a tensor, and its part out of it.
     products=replace(FSDP.products, accumulation_bytes=8),
     communication=replace(FSDP.communication, ring=False, reduction_bytes=2),

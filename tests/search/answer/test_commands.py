@@ -275,8 +275,7 @@ def test_a_ranking_has_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixt
         name: each for each in read(found)["advice"] if (name := each["name"]) in ("megatron-core", "fsdp", "alst")
     }
     assert len(trainers) == 3 and not trainers.keys() & {each["name"] for each in read(without)["advice"]}
-    assert "Measured: Llama 2 7B on 128 A100 (IBM's fms-fsdp)" in trainers["fsdp"]["more"]
-    assert all("never measured" in trainers[name]["line"] for name in ("megatron-core", "alst"))
+    assert all("; never measured so)" in each["line"] for each in trainers.values())
     assert trainers["fsdp"]["iteration_time_s"] and trainers["alst"]["strategy"]["zero_stage"] == 3
     assert read(found)["entries"] == read(without)["entries"]
 

@@ -13,7 +13,7 @@ from megatron_terapipe.search.answer.flags import TRAINERS
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainer_files import find_software, read_trainers
-from megatron_terapipe.search.machine.trainers import SOFTWARE, TERAPIPE
+from megatron_terapipe.search.machine.trainers import DGXC, SOFTWARE, TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery
@@ -56,7 +56,27 @@ def test_a_file_changes_its_fields_only(tmp_path: Path) -> None:
     ours, like = find_software(written(tmp_path, document)), SOFTWARE["megatron-core"]
     assert (ours.name, ours.launch_factor, ours.communication.tensor_parallel_overlap) == ("ours", 0.5, 0.8)
     assert (ours.operators, ours.states, ours.runs) == (like.operators, like.states, like.runs)
-    assert hash(ours) != hash(like)
+    assert hash(ours) != hash(like) and like.measured and not ours.measured
+
+
+@pytest.mark.parametrize(
+    ("software", "device_name", "num_devices", "kind", "parameters", "run"),
+    [
+        ("fsdp", "H100-SXM5-80GB", 512, "dense", 70e9, "Llama 3.1 70B on 256 H100 (torchtitan)"),
+        ("fsdp", "H100-SXM5-80GB", 512, "dense", 406e9, None),
+        ("fsdp", "H100-SXM5-80GB", 4096, "dense", 70e9, None),
+        ("fsdp", "H100-SXM5-80GB", 64, "experts", 30e9, None),
+        ("fsdp", "B200-SXM-180GB", 256, "dense", 70e9, None),
+        ("megatron-core", "H100-SXM5-80GB", 512, "dense", 406e9, f"Llama 3.1 405B on 512 to 2,304 H100 ({DGXC})"),
+        # Of two models within the factor the nearer one.
+        ("megatron-core", "H100-SXM5-80GB", 64, "dense", 20e9, f"Nemotron-4 15B on 16 to 2,048 H100 ({DGXC})"),
+        ("terapipe", "H100-SXM5-80GB", 64, "dense", 20e9, None),
+    ],
+)
+def test_a_measured_run_is_like_the_question(
+    software: str, device_name: str, num_devices: int, kind: str, parameters: float, run: str | None
+) -> None:
+    assert SOFTWARE[software].measured_on([device(device_name)], num_devices, kind, parameters) == run
 
 
 @pytest.mark.parametrize(
