@@ -2,7 +2,7 @@
 
     Question.changed     the same question with other flags, or another model, cluster, batch or trainer
     what_ifs             the changes that are worth saying: an order that is found, less headroom, fewer devices,
-                         other constants (`sensitivity.py`)
+                         other constants of the cost model
     if_nothing_fits      the strategy nearest to fitting, and the changes with which one fits
 
 A search compares the schedules that have a closed form. Only the winner is then priced with `optimised`, and where the
@@ -13,18 +13,27 @@ Every strategy of a ranking uses all devices. Slow links, slow devices or a smal
 The parts of a cluster that are tried are the fastest kinds of devices of a mixed one, and a half, a quarter, ... of its
 nodes down to one. Each gets a short search near the winner: enough to see whether it is worth a search of its own.
 
+Constants are moved both ways by their uncertainty: the standard deviation of their logarithm, after calibration or
+before (`Prior`). The contenders, the best strategies of different layouts, are priced in closed form; where another one
+is more than 1 % faster, both are simulated. With a measured profile its factors are moved instead. The bandwidth of
+network cards, of which a data sheet may be wrong by a factor, is moved by `FACTOR` where no trials on several nodes
+determine it.
+
 Where nothing fits, each change gets a short search, too, and is proven: the strategy leaves the headroom free, counted
 exactly. The nearest strategy fits devices with the smallest multiple of their memory.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
+
+import numpy as np
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import OPTIMISED
+from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.config.model import why_vocabulary_stays_whole
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
@@ -32,21 +41,31 @@ from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
 from megatron_terapipe.search.answer.figures import TOLERANCE, best_published, devices_of, speed_of
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.question import Question
-from megatron_terapipe.search.answer.sensitivity import other_constants
+from megatron_terapipe.search.learn.calibration import NETWORK, Calibration
+from megatron_terapipe.search.learn.fit import times_with
+from megatron_terapipe.search.learn.priors import Prior, most_of, moved
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import smallest_device_with
 from megatron_terapipe.search.machine.trainers import TERAPIPE
-from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
 from megatron_terapipe.search.price.makespan import num_searched_ops
 from megatron_terapipe.search.price.memory import RankMemory
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.price.workload import IMBALANCE, gpt_workload
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.rules import ProgressCallback, no_progress
-from megatron_terapipe.search.rank.search import ROUNDING, Ranked, SearchResult, priced
+from megatron_terapipe.search.rank.search import NEARLY_AS_FAST, ROUNDING, Ranked, SearchResult, priced
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.texts import bytes_text, strategy_text, time_text
+from megatron_terapipe.texts import (
+    bandwidth_text,
+    bytes_text,
+    difference_text,
+    layout_text,
+    strategy_text,
+    time_text,
+)
 
 
 def what_ifs(
@@ -278,6 +297,83 @@ def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dic
     if "token_slices" not in constraints:
         near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
     return near
+
+
+HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is moved to at most
+
+FACTOR = 4.0
+"""By how much the bandwidth of a node may differ from the data sheet, either way: nodes with one card in place of
+eight, cards at a quarter of the rate, networks that are shared."""
+
+
+def other_constants(contenders: Sequence[Ranked], model: CostModel, calibration: Calibration) -> Iterator[WhatIfPart]:
+    """Yield the constants with which another contender is better than the first, those with the largest regret first.
+
+    The network is left out where trials determine it, or where there is one node.
+    """
+    constants, strategies = model.constants, [entry.strategy for entry in contenders]
+    widths, moves = widths_of(constants, calibration), []
+    if isinstance(constants, HardwareEfficiency) and len(model.cluster.nodes) > 1 and not calibration.knows_network:
+        widths = {name: width for name, width in widths.items() if name not in NETWORK}
+        steps = (-math.log(FACTOR), math.log(FACTOR))
+        moves = [("network", step, moved(constants, dict.fromkeys(NETWORK, step))) for step in steps]
+    moves += moves_of(constants, widths)
+    closed = times_with([model] * len(strategies), strategies, [constants, *(after for *_, after in moves)])
+    times = closed[1:] * ([entry.iteration_time_s for entry in contenders] / closed[0])
+    found = []
+    for (name, logarithm, after), row in zip(moves, times, strict=True):
+        best = int(np.argmin(row))
+        if row[best] >= row[0] / (1 + NEARLY_AS_FAST):
+            continue
+        then, first, other = model.with_constants(after), strategies[0], strategies[best]
+        winner, better = (then.predict_time(one) for one in (first, other))
+        regret, factor = winner.iteration_time_s / better.iteration_time_s - 1, math.expm1(logarithm)
+        if regret <= NEARLY_AS_FAST:
+            continue
+        if name == "network":
+            given = min(node.network.bandwidth * node.num_network_cards for node in model.cluster.nodes)
+            words = f"{bandwidth_text(given * (1 + factor))} a node, not {bandwidth_text(given)}"
+            meaning = "The data sheet of a network may be wrong by a factor."
+        else:
+            (declared,) = (each for each in fields(after) if each.name == name)
+            words, meaning = f"{declared.metadata['words']} {factor:+.0%}", field_texts(type(after))[name]
+        # Some differ only in the schedule or recomputation.
+        changed = layout_text(other) if other.layout != first.layout else difference_text(other, first)
+        part = answered(
+            "network" if name == "network" else "constant",
+            replace(contenders[best], prediction=better),
+            f"{words}: {changed} is {regret:.0%} faster than rank 1",
+            change=1 - better.iteration_time_s / winner.iteration_time_s,
+            value=factor if name == "network" else name,
+            more=f"{'On the profile: ' if isinstance(after, ProfileFactors) else ''}{meaning}",
+        )
+        found.append(part)
+    yield from sorted(found, key=lambda each: -each.change)
+
+
+def widths_of(constants: Any, calibration: Calibration) -> dict[str, float]:
+    """Return the standard deviation of the logarithm of each constant: of the calibration, else of its prior."""
+    prior, intervals = Prior.of(constants), calibration.intervals
+    found = dict(zip(prior.names, prior.widths.tolist(), strict=True))
+    fitted = zip(intervals.parameter_names, np.sqrt(np.diag(intervals.covariance)).tolist(), strict=True)
+    found |= {name: width for name, width in fitted if name in found}
+    return found
+
+
+def moves_of(constants: Any, widths: Mapping[str, float]) -> Iterator[tuple[str, float, Any]]:
+    """Yield (name, change of its logarithm, all constants with it) of each constant that is moved by its width.
+
+    Shares stay shares. A row of factors moves as one.
+    """
+    for each in fields(constants):
+        value = getattr(constants, each.name)
+        names = [name for name in widths if name.partition("[")[0] == each.name]
+        for sign in (1, -1) if names else ():
+            logarithm = sign * widths[names[0]]
+            if not isinstance(value, tuple):
+                logarithm = min(logarithm, math.log(HIGHEST * most_of(each.name) / value))
+            if sign * logarithm > 0:
+                yield each.name, logarithm, moved(constants, dict.fromkeys(names, logarithm))
 
 
 def if_nothing_fits(asked: Question, result: SearchResult) -> Iterator[WhatIfPart]:

@@ -5,7 +5,7 @@ from math import log
 
 import pytest
 
-from megatron_terapipe.search.answer.sensitivity import FACTOR, moves_of, other_constants, widths_of
+from megatron_terapipe.search.answer.what_if import FACTOR, moves_of, other_constants, widths_of
 from megatron_terapipe.search.learn.calibration import NETWORK, no_calibration
 from megatron_terapipe.search.learn.priors import moved
 from megatron_terapipe.search.machine.cluster import Cluster
