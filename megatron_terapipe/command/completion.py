@@ -93,8 +93,8 @@ def script(shell: str) -> str:
 def names_of_values() -> Mapping[str, tuple[str, ...]]:
     """Return the names that complete a value, by the metavar of the value or by its flag."""
     # Imported here, for these names alone.
-    from megatron_terapipe.search.answer.flags import TRAINERS
     from megatron_terapipe.search.machine.library import MACHINES
+    from megatron_terapipe.search.machine.trainers import SOFTWARE
 
     schedules = (*SCHEDULES, OPTIMISED)
     return {
@@ -103,7 +103,7 @@ def names_of_values() -> Mapping[str, tuple[str, ...]]:
         "--schedule": schedules,
         "--pipeline-schedule": schedules,
         "--device": (*DEVICES, *MACHINES),
-        "--software": TRAINERS,
+        "--software": tuple(SOFTWARE),
     }
 
 

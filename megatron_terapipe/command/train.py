@@ -10,6 +10,7 @@ from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
@@ -110,7 +111,7 @@ def launch_command(
     # command for each rank, would hide the lines of the trainer.
     more = ["--log_level=error", "--no_local_rank"]
     if hosts is not None and "hostfile" in flags:
-        program = remote_words(program)
+        program = remote_words(program, None if is_here(hosts) else Path.cwd())
         flags["hostfile"] = _readable(flags["hostfile"])
         if is_here(hosts):
             flags.setdefault("master_addr", "127.0.0.1")

@@ -29,20 +29,6 @@ _FOLDER = re.compile(r"[\w@+=:,./-]*")
 
 RULE = "which the shells of other hosts would read: use only letters, digits and _@+=:,./-"
 
-SHELL_CHECK = f"""if [ "${{launch[0]}}" = deepspeed ]; then
-    # DeepSpeed hands these words to the shells of the other hosts without quotes, and enters this directory there.
-    for word in "${{PWD// /\\\\ }}" "$trainer" "$here" "$@"; do
-        case "$word" in *[![:alnum:]_@+=:,./\\ -]*)
-            printf 'error: %q has characters {RULE}\\n' "$word" >&2
-            exit 2 ;;
-        esac
-    done
-    # DeepSpeed sends these to the other hosts and prints them, and the trainer reads none: passwords may be among them.
-    unset ${{!MLFLOW@}}
-fi
-"""
-"""Lines of a script that check whether the words of its array `launch`, and those after it, may be sent."""
-
 
 def remote_words(words: Iterable[str], folder: Path | None = None) -> list[str]:
     """Return the words of a launch so that shells of other hosts do not change them; raise if they would."""

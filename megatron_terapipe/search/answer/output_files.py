@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,6 @@ from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.launch.hostfile import Host, hostfile_text
-from megatron_terapipe.launch.launcher import SHELL_CHECK, remote_words
 from megatron_terapipe.search.answer.answer import document_text, runners_up
 from megatron_terapipe.search.answer.json_documents import Document, LaunchPart, RankDocument
 from megatron_terapipe.search.answer.page import render_page
@@ -37,30 +36,11 @@ HEADER = """#!/usr/bin/env bash
 # Written by the strategy search: runs {iterations} iterations on random tokens. Flags that follow are added, so
 #   ./launch.sh --data-path PREFIX --train-iters 100000
 # trains on data; add flags of the tokenizer, the learning rate and checkpoints. `--dry-run` only checks.
-# It runs from any directory. PRETRAIN_GPT names another pretrain_gpt.py than the checkout has that wrote it.
+# It runs from any directory. PRETRAIN_GPT names another program than the pretrain_gpt.py of this project.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 data=--mock-data
 case " $* " in *" --data-path "* | *" --train-data-path "*) data= ;; esac
-"""
-
-FIND_TRAINER = """trainer=${{PRETRAIN_GPT:-}}
-beside_package={beside_package}
-for each in "$beside_package" ./pretrain_gpt.py; do
-    if [ -z "$trainer" ] && [ -f "$each" ]; then trainer=$each; fi
-done
-if [ ! -f "$trainer" ]; then
-    echo "error: pretrain_gpt.py is not at ${{trainer:-$beside_package or here}}: set PRETRAIN_GPT to its path" >&2
-    exit 2
-fi
-"""
-
-DRY_RUN = """# Checks are made in one process and need no other host.
-case " $* " in *" --dry-run"*) launch=(python) ;; esac
-"""
-
-LOST_HOSTS = """# The ssh of DeepSpeed's launcher waits for a host that is lost as long as ranks do, and no longer.
-export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND--o ServerAliveInterval=60 -o ServerAliveCountMax=30}"
 """
 
 
@@ -92,28 +72,21 @@ class Launch:
         return self.strategy.schedule == OPTIMISED or self.strategy.offload
 
     def command(self, directory: str) -> str:
-        """Return the command of the script in one line, to be run where `pretrain_gpt.py` is."""
-        words = ["deepspeed", *self.where(directory), "pretrain_gpt.py", *self.trainer_flags(directory)]
-        if self.many_nodes:
-            words = remote_words(words)
-        prefix = "DS_ACCELERATOR=cpu " if self.on_cpu else ""
-        return prefix + shlex.join([*words, "--mock-data"])
+        """Return the command of the script in one line."""
+        words = ["terapipe", "train", *self.where(directory), *self.trainer_flags(directory), "--mock-data"]
+        return f"{'DS_ACCELERATOR=cpu ' if self.on_cpu else ''}{shlex.join(words)}"
 
     def write(self, directory: str) -> list[str]:
         """Write the files into a directory, which is created if needed, and return their paths."""
-        beside_package = shlex.quote(str(Path(__file__).parents[3] / "pretrain_gpt.py"))
-        script = [HEADER.format(iterations=TRAIN_ITERATIONS), FIND_TRAINER.format(beside_package=beside_package)]
-        if self.on_cpu:
-            script.append("export DS_ACCELERATOR=cpu\n")
-        script.append(f"launch=({_quoted(['deepspeed', *self.where('$here')])})\n{DRY_RUN}")
-        if self.many_nodes:
-            script += [SHELL_CHECK, LOST_HOSTS]
-        script.append(f'"${{launch[@]}}" "$trainer" {_quoted(self.trainer_flags("$here"))} $data "$@"\n')
+        on_cpu = "export DS_ACCELERATOR=cpu\n" if self.on_cpu else ""
+        where, flags = (" ".join(map(_quoted, words)) for words in (self.where("$here"), self.trainer_flags("$here")))
+        program = '${PRETRAIN_GPT:+"$PRETRAIN_GPT"}'
+        script = f'{on_cpu}exec terapipe train {where} {program} {flags} $data "$@"\n'
         contents = {
             "strategy.json": json.dumps(self.strategy.to_json(), indent=2) + "\n",
             "hostfile": hostfile_text(Host(node.name, node.num_devices) for node in self.nodes),
             "ds_config.json": json.dumps(self.deepspeed, indent=2) + "\n",
-            "launch.sh": "".join(script),
+            "launch.sh": HEADER.format(iterations=TRAIN_ITERATIONS) + script,
         }
         if self.needs_cluster:
             contents["cluster.json"] = json.dumps(cluster_document(self.nodes), indent=2) + "\n"
@@ -126,16 +99,16 @@ class Launch:
         return paths
 
     def where(self, directory: str) -> list[str]:
-        """Return the launcher's flags for the hosts or the number of ranks; the hostfile is in the directory."""
+        """Return the flags for the hosts or the number of ranks; the hostfile is in the directory."""
         if self.many_nodes:
             return ["--hostfile", f"{directory}/hostfile"]
-        return ["--num_accelerators", str(self.strategy.world_size)]
+        return ["--num-accelerators", str(self.strategy.world_size)]
 
     def trainer_flags(self, directory: str) -> list[str]:
         """Return all flags of `pretrain_gpt.py`, with the files of the directory."""
         files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
         cluster = ["--cluster", f"{directory}/cluster.json"] if self.needs_cluster else []
-        return [*files, *cluster, *(remote_words(self.flags) if self.many_nodes else self.flags)]
+        return [*files, *cluster, *self.flags]
 
 
 def launch_of(strategy: Strategy, problem: SearchProblem) -> Launch:
@@ -209,9 +182,9 @@ def _builds(settings: Mapping[str, Any], whole: ModelConfig) -> bool:
         return False
 
 
-def _quoted(words: Sequence[str]) -> str:
-    """Return words for a script; those that begin with its directory are expanded there."""
-    return " ".join(f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words)
+def _quoted(word: str) -> str:
+    """Return a word for a script; one that begins with its directory is expanded there."""
+    return f'"{word}"' if word.startswith("$here") else shlex.quote(word)
 
 
 MOST_OPS = 12_000  # ops that are drawn at most: a page of them is 2 MB and opens at once
@@ -265,7 +238,7 @@ def write_files(
     if launch is not None:
         command = launch.command(directory or "DIR")
         how_to_run = "" if directory is not None else "# with --output DIR, which writes the files:\n"
-        how_to_run += f"{script_command(directory or 'DIR')}\n# or, where pretrain_gpt.py is:\n{command}"
+        how_to_run += f"{script_command(directory or 'DIR')}\n# which runs:\n{command}"
     if directory is not None:
         files = [str(Path(directory) / name) for name in ("ranking.json", "report.html")]
     if pages := [*([] if html is None else [html]), *files[1:]]:

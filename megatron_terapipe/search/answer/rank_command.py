@@ -239,7 +239,7 @@ def show_answer(options: argparse.Namespace, document: RankDocument, costs: list
         print(f"\nno command to launch it: {launch.why_not}")
     elif launch.command is not None and launch.files:
         print(f"\nto run the winner, from any directory:\n  {script_command(options.output)}")
-        print(f"which runs, where pretrain_gpt.py is:\n  {launch.command}")
+        print(f"which runs:\n  {launch.command}")
     elif launch.command is not None:
         print()
         hint = "to run the winner: add --output DIR, which writes the files and prints the command"

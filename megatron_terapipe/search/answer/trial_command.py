@@ -22,8 +22,10 @@ import numpy as np
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.command.hosts import hosts_of
+from megatron_terapipe.command.train import launch_command, split, trainer_file
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.launch.launcher import free_port, launcher, remote_words, supervised, variables
+from megatron_terapipe.launch.launcher import free_port, remote_words, supervised, variables
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.flags import (
     MANY,
@@ -165,16 +167,6 @@ class TrialSettings:
     """Directory that keeps files and logs of each run; None = none is kept."""
 
 
-def default_trainer() -> Path:
-    """`pretrain_gpt.py` of this checkout, else in the current directory."""
-    for folder in (Path(__file__).parents[3], Path.cwd()):
-        if (folder / "pretrain_gpt.py").is_file():
-            return folder / "pretrain_gpt.py"
-    raise ConfigError(
-        "pretrain_gpt.py is neither next to the package nor in the current directory: name it by --trainer"
-    )
-
-
 def run_strategy(strategy: Strategy, problem: SearchProblem, settings: TrialSettings, *, name: str) -> Outcome:
     """Run a strategy for a few iterations and return the result."""
     launch = launch_of(strategy, problem)
@@ -199,16 +191,18 @@ def run_strategy(strategy: Strategy, problem: SearchProblem, settings: TrialSett
 
 
 def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: Path) -> list[str]:
-    """Return the words of the launch command."""
+    """Return the words of the launch command; the files of the launch are in the directory."""
     has_data = any(flag in settings.flags for flag in ("--data-path", "--train-data-path", "--mock-data"))
-    return [
-        *(launcher(), *launch.where(str(directory)), "--master_port", str(free_port()), str(settings.trainer)),
+    words = [
+        *(*launch.where(str(directory)), "--master-port", str(free_port()), str(settings.trainer)),
         *launch.trainer_flags(str(directory)),
         *("--train-iters", str(settings.iterations), "--eval-iters", "0", "--log-interval", "1"),
         *("--metrics-file", str(metrics)),
         *([] if has_data else ["--mock-data"]),
         *settings.flags,
     ]
+    launching, training = split(words)
+    return launch_command(launching, training, hosts_of(launching))
 
 
 def run_launcher(
@@ -483,7 +477,7 @@ def _run(options: argparse.Namespace) -> TrialDocument:
     settings = TrialSettings(
         iterations=options.iterations,
         timeout_s=options.timeout_s,
-        trainer=Path(options.trainer).absolute() if options.trainer else default_trainer(),
+        trainer=Path(options.trainer).absolute() if options.trainer else Path(trainer_file()),
         flags=tuple(shlex.split(options.trainer_flags)),
         keep=Path(options.keep).absolute() if options.keep else None,
     )

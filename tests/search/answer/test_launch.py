@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +16,8 @@ from deepspeed.launcher.runner import EXPORT_ENVS
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.arguments.parser import read_command_line
+from megatron_terapipe.command.train import main as train
+from megatron_terapipe.command.train import split
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
@@ -27,7 +28,6 @@ from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_c
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from tests.architecture.sources import ROOT as REPOSITORY
 from tests.end_to_end.conftest import SECRETS
 from tests.huggingface.files import least_settings
 from tests.model.configs import MODELS
@@ -43,7 +43,7 @@ def launched(precision: str = "bf16") -> Launch:
 
 def words_of(command: str) -> list[str]:
     """The flags of the trainer."""
-    return shlex.split(command.split("pretrain_gpt.py", 1)[1])
+    return split(shlex.split(command)[2:])[1]
 
 
 PRESETS = {name: read_workload(name).config for name in MODEL_PRESETS}
@@ -61,7 +61,7 @@ def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
     paths = launch.write(str(tmp_path / "out"))
     assert [Path(path).name for path in paths] == ["strategy.json", "hostfile", "ds_config.json", "launch.sh"]
     command = launch.command(str(tmp_path / "out"))
-    assert command.startswith(f"deepspeed --hostfile {tmp_path}/out/hostfile pretrain_gpt.py --strategy")
+    assert command.startswith(f"terapipe train --hostfile {tmp_path}/out/hostfile --strategy")
     config = parse_arguments(words_of(command))
     assert config.token_slices().lengths == (80, 48)
     assert config.parallel.tensor_model_parallel_size == 2
@@ -75,12 +75,20 @@ def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
 def test_script_equals_the_command(tmp_path: Path) -> None:
     launch = launched("fp16")
     launch.write(str(tmp_path))
-    script = (tmp_path / "launch.sh").read_text()
-    (launcher,) = re.findall(r"^launch=\((.*)\)$", script, re.MULTILINE)
-    line = script.splitlines()[-1].replace('"${launch[@]}" "$trainer"', f"{launcher} pretrain_gpt.py")
-    line = line.replace("$here", str(tmp_path)).replace('$data "$@"', "--mock-data")
-    assert shlex.split(line) == shlex.split(launch.command(str(tmp_path)))
+    program(tmp_path, "terapipe", ECHO)
+    done = run(tmp_path / "launch.sh", work=tmp_path)
+    assert ["terapipe", *done.stdout.splitlines()] == shlex.split(launch.command(str(tmp_path)))
+    # From another directory, with data and another program.
+    more = ["--data-path", "a b", "--dry-run"]
+    done = run(tmp_path / "launch.sh", *more, work=tmp_path, PRETRAIN_GPT="my own.py")
+    words = done.stdout.splitlines()
+    assert words[:5] == ["train", "--hostfile", f"{tmp_path}/hostfile", "my own.py", "--strategy"]
+    assert words[-3:] == more and "--mock-data" not in words
     assert (tmp_path / "launch.sh").stat().st_mode & 0o100
+
+
+ECHO = "#!/bin/sh\nprintf '%s\\n' \"$@\"\n"
+"""A program that prints its words, a line each."""
 
 
 def program(work: Path, name: str, script: str) -> None:
@@ -97,46 +105,11 @@ def run(script: Path, *words: str, work: Path, **more: str) -> subprocess.Comple
     return subprocess.run(["bash", str(script), *words], capture_output=True, text=True, check=False, env=env, cwd=work)
 
 
-@pytest.mark.parametrize(
-    ("flags", "started"),
-    [(["--dry-run"], "python"), (["--dry-run-without-files"], "python"), ([], "deepspeed")],
-)
-def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], started: str) -> None:
-    """The script of sixteen ranks on many hosts: with `--dry-run` it starts no launcher, which would ask for them."""
-    launched("fp16").write(str(tmp_path))
-    for name in ("python", "deepspeed"):
-        program(tmp_path, name, f'#!/bin/sh\necho {name} "$@"\n')
-    # From another directory than the trainer's.
-    done = run(tmp_path / "launch.sh", *flags, work=tmp_path)
-    assert done.stdout.startswith(f"{started} ") and f"{REPOSITORY}/pretrain_gpt.py --strategy" in done.stdout
-    assert done.stdout.split()[-1] == (flags[-1] if flags else "--mock-data")
-
-
-def test_script_finds_the_trainer(tmp_path: Path) -> None:
-    launched().write(str(tmp_path / "plan"))
-    script = tmp_path / "plan" / "launch.sh"
-    program(tmp_path, "python", '#!/bin/sh\necho "$1"\n')
-    mine = tmp_path / "mine.py"
-    mine.touch()
-    dry_run = partial(run, script, "--dry-run", work=tmp_path)
-    assert dry_run().stdout == f"{REPOSITORY}/pretrain_gpt.py\n"
-    assert dry_run(PRETRAIN_GPT=str(mine)).stdout == f"{mine}\n"
-    missing = dry_run(PRETRAIN_GPT="none.py")
-    assert missing.stderr == "error: pretrain_gpt.py is not at none.py: set PRETRAIN_GPT to its path\n"
-    # The checkout that wrote the script is gone.
-    script.write_text(script.read_text().replace(str(REPOSITORY), str(tmp_path / "gone")))
-    done = dry_run()
-    assert done.returncode == 2
-    assert f"pretrain_gpt.py is not at {tmp_path}/gone/pretrain_gpt.py or here: set PRETRAIN_GPT" in done.stderr
-    (tmp_path / "pretrain_gpt.py").touch()
-    assert dry_run().stdout == "./pretrain_gpt.py\n"
-
-
 def test_one_machine_needs_no_hostfile_and_a_model_by_layers_is_refused() -> None:
     cluster, _ = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "c.json")
     launch = launch_of(Strategy(pipeline_parallel_size=2), replace(PROBLEM, cluster=cluster, precision="fp32"))
     command = launch.command("out")
-    assert command.startswith("DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 pretrain_gpt.py")
+    assert command.startswith("DS_ACCELERATOR=cpu terapipe train --num-accelerators 2 --strategy")
     assert "bf16" not in command and "bf16" not in json.dumps(launch.deepspeed)
     with pytest.raises(ConfigError, match="given by layers"):
         launch_of(Strategy(), replace(PROBLEM, workload=replace(PROBLEM.workload, config=None)))
@@ -179,17 +152,6 @@ HOSTILE = [
     "a\ntouch hit",
 ]
 
-DEEPSPEED = """#!/bin/bash
-echo "password: ${MLFLOW_TRACKING_PASSWORD-none}"
-words=()
-for word in "$@"; do
-    case "$word" in *\\ *) word="\\"${word//\\"/\\\\\\"}\\"" ;; esac
-    words+=("$word")
-done
-eval "echo sent ${words[*]}"
-"""
-"""In place of DeepSpeed's launcher: words with blanks in double quotes, all others as they are, read by a shell."""
-
 
 @pytest.mark.parametrize("ending", ["", ".json"])
 def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path: Path, ending: str) -> None:
@@ -203,35 +165,25 @@ def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path: Path, ending: str)
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if "/" not in name])
-def test_output_folder_is_not_run_by_shells(tmp_path: Path, name: str) -> None:
+def test_output_folder_is_not_run_by_shells(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / name
-    with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
-        launched().command(str(folder))  # that people would copy
     launched().write(str(folder))
-    program(tmp_path, "deepspeed", DEEPSPEED)
-    done = run(folder / "launch.sh", work=tmp_path)
-    assert done.returncode == 2 and "which the shells of other hosts would read" in done.stderr
+    program(tmp_path, "terapipe", ECHO)
+    done = run(folder / "launch.sh", "--data-path", name, work=tmp_path)
+    assert done.stdout.startswith(f"train\n--hostfile\n{folder}/hostfile\n") and done.stdout.endswith(f"\n{name}\n")
+    # No other host gets the words, and none enters such a folder.
+    assert train(shlex.split(launched().command(str(folder)))[2:]) == 2
+    monkeypatch.chdir(folder)
+    launched().write(str(tmp_path))
+    assert train(shlex.split(launched().command(str(tmp_path)))[2:]) == 2
+    assert capsys.readouterr().err.count("which the shells of other hosts would read") == 2
     assert not list(tmp_path.rglob("hit"))
-    # A dry run starts no launcher, and takes any folder.
-    program(tmp_path, "python", '#!/bin/sh\necho "$2" "$3"\n')
-    assert run(folder / "launch.sh", "--dry-run", work=tmp_path).stdout == f"--strategy {folder}/strategy.json\n"
-    assert not list(tmp_path.rglob("hit"))
-
-
-def test_a_plain_folder_is_launched_and_no_password_is_sent(tmp_path: Path) -> None:
-    launched().write(str(tmp_path / "a plan"))
-    program(tmp_path, "deepspeed", DEEPSPEED)
-    done = run(tmp_path / "a plan" / "launch.sh", "--data-path", "x_1,y", work=tmp_path)
-    assert done.stdout.startswith("password: none\nsent --hostfile"), done
-    assert "a plan/strategy.json" in done.stdout and "x_1,y" in done.stdout
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_words_and_folders_that_shells_read(tmp_path: Path, word: str) -> None:
-    launched().write(str(tmp_path))
-    program(tmp_path, "deepspeed", DEEPSPEED)
-    done = run(tmp_path / "launch.sh", "--data-path", word, work=tmp_path)
-    assert done.returncode == 2 and not (tmp_path / "hit").exists()
+def test_words_and_folders_that_shells_read(word: str) -> None:
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
         remote_words(["--data-path", word])
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):

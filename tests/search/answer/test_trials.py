@@ -150,9 +150,10 @@ def test_the_command_is_that_of_the_search_with_few_iterations(tmp_path: Path) -
     two_nodes = {"nodes": [{"count": 2, "device": "T4", "devices": 1}]}
     problem = SearchProblem(workload=WORKLOAD, cluster=cluster(two_nodes), precision="fp16", global_batch_size=8)
     launch = launch_of(Strategy(pipeline_parallel_size=2), problem)
+    launch.write(str(tmp_path))
     words = command(launch, tmp_path, settings(flags=("--seed", "7")), tmp_path / "m.jsonl")
     text = " ".join(words)
-    assert f"--hostfile {tmp_path}/hostfile" in text
+    assert f"--hostfile={tmp_path}/hostfile" in text
     assert f"/x/pretrain_gpt.py --strategy {tmp_path}/strategy.json" in text
     assert text.endswith(f"--metrics-file {tmp_path}/m.jsonl --mock-data --seed 7")
     # Of a flag given twice the last counts.
