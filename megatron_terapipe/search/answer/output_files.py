@@ -2,32 +2,26 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.draw.html import Panel
-from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
-from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.terminal import write_json
 from deepspeed_ext.plan.text_files import permit_to_run, write_text
-from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.launch.hostfile import Host, hostfile_text
-from megatron_terapipe.search.answer.answer import document_text, runners_up
+from megatron_terapipe.search.answer.answer import document_text
 from megatron_terapipe.search.answer.json_documents import Document, LaunchPart, RankDocument
-from megatron_terapipe.search.answer.page import render_page
+from megatron_terapipe.search.answer.page import OpCostsOf, render_page
 from megatron_terapipe.search.answer.what_if import FOUND_ORDER
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
 from megatron_terapipe.search.machine.trainers import TERAPIPE
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.texts import strategy_text
 
 TRAIN_ITERATIONS = 100
 LEARNING_RATE = "1e-4"
@@ -187,27 +181,6 @@ def _quoted(word: str) -> str:
     return f'"{word}"' if word.startswith("$here") else shlex.quote(word)
 
 
-MOST_OPS = 12_000  # ops that are drawn at most: a page of them is 2 MB and opens at once
-
-
-def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | None:
-    """Return the simulated timeline of a strategy, and a note if it is not drawn whole; None for a found order."""
-    if strategy.schedule not in SCHEDULES:
-        return None
-    each = strategy.num_stages * strategy.num_token_slices * (3 if costs.weight_gradient is not None else 2)
-    # Enough to fill the pipeline and to see it steady.
-    fewest = min(strategy.num_micro_batches, 2 * strategy.pipeline_parallel_size)
-    drawn = max(fewest, min(strategy.num_micro_batches, MOST_OPS // each))
-    shape = PipelineShape(strategy.num_stages, drawn, strategy.num_token_slices, strategy.num_model_chunks)
-    timeline = simulate(rank_orders(schedule_named(strategy.schedule), shape), shape, costs)
-    is_whole = drawn == strategy.num_micro_batches
-    note = "" if is_whole else f"{drawn} of {strategy.num_micro_batches} micro-batches are drawn"
-    return replace(timeline, unit="s"), note
-
-
-OpCostsOf = Callable[[Strategy], OpCosts]
-
-
 def write_document(path: str | None, document: Document) -> None:
     """Write the answer for `--json`; `path`: None = the flag is not given."""
     if path is not None:
@@ -242,7 +215,7 @@ def write_files(
     if directory is not None:
         files = [str(Path(directory) / name) for name in ("ranking.json", "report.html")]
     if pages := [*([] if html is None else [html]), *files[1:]]:
-        page = page_of(document, problem, op_costs, command=how_to_run)
+        page = render_page(document, problem, op_costs, command=how_to_run)
         for path in pages:
             write_text(path, page, make_folder=True)
     if directory is not None and launch is not None:
@@ -255,15 +228,3 @@ def write_files(
     if directory is not None:
         write_document(files[0], document)
     return document
-
-
-def page_of(document: RankDocument, problem: SearchProblem, op_costs: OpCostsOf, *, command: str) -> str:
-    """Return the page; `command`: launches the winner; empty = none does."""
-    panels, notes = [], []
-    # The winner, and below it the one that differs from it more.
-    for entry in [*document.priced[:1], *runners_up(document.priced)[-1:]]:
-        drawn = timeline_of(entry.strategy, op_costs(entry.strategy))
-        if drawn is not None:
-            panels.append(Panel(f"rank {entry.rank}: {strategy_text(entry.strategy)}", drawn[0]))
-            notes += [f"rank {entry.rank}: {drawn[1]}"] if drawn[1] else []
-    return render_page(document, problem, command=command, panels=panels, panels_note="; ".join(notes))

@@ -1,11 +1,17 @@
 """The report as one self-contained HTML page: the winner, its reasons and costs, and the rejected strategies."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 
+from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.draw.html import Panel
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.page.document import (
     MEMORY_NAMES,
     Bar,
@@ -28,21 +34,11 @@ from megatron_terapipe.texts import bytes_text, numbers_text, strategy_text, tim
 MOST_ROWS = 30  # strategies that a page lists
 
 
-def render_page(
-    document: RankDocument,
-    problem: SearchProblem,
-    *,
-    command: str = "",
-    panels: Sequence[Panel] = (),
-    panels_note: str = "",
-) -> str:
-    """Return the report.
+OpCostsOf = Callable[[Strategy], OpCosts]
 
-    Args:
-        command: launches the winner; empty = none can.
-        panels: timelines, on one axis.
-        panels_note: the parts of them that are not drawn; empty = none.
-    """
+
+def render_page(document: RankDocument, problem: SearchProblem, op_costs: OpCostsOf, *, command: str = "") -> str:
+    """Return the report; `command`: launches the winner; empty = none does."""
     priced, title = document.priced, f"{document.model.name} on {document.cluster.name or 'the cluster'}"
     notes_of = [*(f"{each.line}. {each.more}".rstrip() for each in document.advice), *document.notes]
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes_of)
@@ -65,9 +61,7 @@ def render_page(
     if priced:
         body.append(section("Where an iteration goes", _times(priced[:10])))
         body.append(section("Memory of each pipeline rank", _memory(problem, priced[0])))
-    if panels:
-        note = f'<p class="sub">{escape(panels_note)}</p>' if panels_note else ""
-        body.append(section("Timeline", note + timelines(panels, "predicted timeline"), kind="timeline"))
+    body += _timelines(priced, op_costs)
     search, rejected = document.search, Counter(document.search.rejected)
     bars = [Bar(rule, {"rejected": float(count)}, f"{count:,}") for rule, count in rejected.most_common()]
     text = (
@@ -169,3 +163,32 @@ def _layers_of_ranks(problem: SearchProblem, strategy: Strategy) -> list[str]:
     for stage, (first, end) in enumerate(pairwise(partition.bounds)):
         words[stage % ranks].append(f"{first}-{end - 1}" if end - first > 1 else f"{first}" if end > first else "none")
     return [f"layers {', '.join(each)}" for each in words]
+
+
+def _timelines(priced: Sequence[RankedEntry], op_costs: OpCostsOf) -> Iterator[str]:
+    """Yield the section with the timelines of the winner and of the one that differs from it more, if any is drawn."""
+    panels, notes = [], []
+    for entry in [*priced[:1], *runners_up(priced)[-1:]]:
+        for timeline, note in timeline_of(entry.strategy, op_costs(entry.strategy)):
+            panels.append(Panel(f"rank {entry.rank}: {strategy_text(entry.strategy)}", timeline))
+            notes += [f'<p class="sub">rank {entry.rank}: {note}</p>'] if note else []
+    if panels:
+        yield section("Timeline", "".join([*notes, timelines(panels, "predicted timeline")]), kind="timeline")
+
+
+MOST_OPS = 12_000  # ops that are drawn at most: a page of them is 2 MB and opens at once
+
+
+def timeline_of(strategy: Strategy, costs: OpCosts) -> Iterator[tuple[Timeline, str]]:
+    """Yield the simulated timeline of a strategy, and a note if it is not drawn whole; nothing for a found order."""
+    if strategy.schedule not in SCHEDULES:
+        return
+    each = strategy.num_stages * strategy.num_token_slices * (3 if costs.weight_gradient is not None else 2)
+    # Enough to fill the pipeline and to see it steady.
+    fewest = min(strategy.num_micro_batches, 2 * strategy.pipeline_parallel_size)
+    drawn = max(fewest, min(strategy.num_micro_batches, MOST_OPS // each))
+    shape = PipelineShape(strategy.num_stages, drawn, strategy.num_token_slices, strategy.num_model_chunks)
+    timeline = simulate(rank_orders(schedule_named(strategy.schedule), shape), shape, costs)
+    is_whole = drawn == strategy.num_micro_batches
+    note = "" if is_whole else f"{drawn} of {strategy.num_micro_batches} micro-batches are drawn"
+    yield replace(timeline, unit="s"), note

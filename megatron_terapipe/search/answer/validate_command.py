@@ -56,13 +56,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
     group.add_argument("--save-calibration", metavar="FILE", help="write the constants, for rank and predict")
-    group.add_argument(
+    left_out = group.add_mutually_exclusive_group()
+    left_out.add_argument(
         "--folds",
         type=int,
         metavar="K",
         help="cross-validate: split the groups of each source into K folds, and predict each fold from the others",
     )
-    group.add_argument(
+    left_out.add_argument(
         "--leave-out",
         choices=["hidden_size", "layers", "model", "devices"],
         help="predict the trials of each hidden size, number of layers, model or number of devices from the "
@@ -102,10 +103,6 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.folds is not None and options.folds < 2:
         raise ConfigError(f"--folds {options.folds} leaves no trials for the calibration: give 2 or more")
-    if options.leave_out and options.folds:
-        raise ConfigError(
-            f"--leave-out {options.leave_out} and --folds {options.folds} both choose trials to leave out: give one"
-        )
     if options.calibration and (options.leave_out or options.calibrate or options.folds):
         others = "--leave-out" if options.leave_out else "--calibrate and --folds"
         raise ConfigError(f"--calibration brings constants that are already fitted: leave out {others}")

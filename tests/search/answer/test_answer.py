@@ -14,15 +14,14 @@ import rich.console
 from pydantic import ValidationError
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.draw.html import Panel
 from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.console import print_text
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.search.answer.answer import compare, document_text, ranking, runners_up
 from megatron_terapipe.search.answer.figures import PUBLISHED, best_published, model_flops
 from megatron_terapipe.search.answer.json_documents import PredictDocument, RankDocument, WhatIfPart
-from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_files
-from megatron_terapipe.search.answer.page import render_page
+from megatron_terapipe.search.answer.output_files import write_files
+from megatron_terapipe.search.answer.page import MOST_OPS, render_page, timeline_of
 from megatron_terapipe.search.answer.screen import notes_of, print_notes, print_table, rows_of
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
@@ -281,8 +280,7 @@ ATTACK = "</title></pre></script><script>alert(1)</script><img src=x onerror=ale
 
 def test_names_of_files_and_clusters_add_no_script() -> None:
     problem = with_workload(small_problem(ATTACK), name=ATTACK)
-    panels = [Panel(ATTACK, found[0]) for found in [timeline_of(BEST, op_costs(BEST))] if found]
-    page = render_page(answer(problem, notes=[ATTACK]), problem, command=ATTACK, panels=panels, panels_note=ATTACK)
+    page = render_page(answer(problem, notes=[ATTACK]), problem, op_costs, command=ATTACK)
     assert not {"script", "img"} & set(Page(page).tags) and ATTACK not in page
     # The timeline's page, in its frame, has two scripts of its own: the data and the program.
     (inner,) = re.findall(r'srcdoc="(.*?)"></iframe>', page, re.DOTALL)
@@ -302,7 +300,7 @@ def op_costs(strategy: Strategy) -> OpCosts:
 
 def test_sections_of_the_page() -> None:
     problem = small_problem("ours & <theirs>")
-    page = render_page(answer(problem, notes=["given"]), problem, command="deepspeed <run>")
+    page = render_page(answer(problem, notes=["given"]), problem, op_costs, command="deepspeed <run>")
     assert Page(page).headings == [
         "Notes",
         "How to run it",
@@ -310,6 +308,7 @@ def test_sections_of_the_page() -> None:
         "Ranking",
         "Where an iteration goes",
         "Memory of each pipeline rank",
+        "Timeline",
         "Rejected strategies",
     ]
     assert not re.search(r"(src|href)=", page), "it loads nothing"
@@ -322,7 +321,7 @@ def test_sections_of_the_page() -> None:
 
 
 def test_lengths_of_bars_are_times() -> None:
-    page = render_page(answer(), small_problem())
+    page = render_page(answer(), small_problem(), op_costs)
     times = page[page.index("Where an iteration goes") : page.index("Memory of each")]
     rows = times.split('class="row"')[1:]
     sums = [sum(map(float, re.findall(r"width:([\d.]+)%", row))) for row in rows]
@@ -332,14 +331,14 @@ def test_lengths_of_bars_are_times() -> None:
 
 
 def test_memory_bars_mark_the_capacity() -> None:
-    page = render_page(answer(), small_problem())
+    page = render_page(answer(), small_problem(), op_costs)
     memory = page[page.index("Memory of each") : page.index("Rejected strategies")]
     assert memory.count('class="limit" style="left:100.000%"') == 4
     assert "8 GB of 85.2 GB" in memory
 
 
 def test_a_page_without_a_winner() -> None:
-    page = render_page(answer(entries=strategies()[2:]), small_problem())
+    page = render_page(answer(entries=strategies()[2:]), small_problem(), op_costs)
     assert "No strategy can run" in page
     assert "Rejected strategies" in page
 
@@ -369,13 +368,11 @@ def test_model_that_cannot_be_launched_has_a_report(tmp_path: Path) -> None:
 
 def test_timelines_of_many_micro_batches_are_cut() -> None:
     strategy = Strategy(pipeline_parallel_size=4, micro_batch_size=1, global_batch_size=4000, num_token_slices=4)
-    drawn = timeline_of(strategy, op_costs(strategy))
-    assert drawn is not None
-    timeline, note = drawn
+    ((timeline, note),) = timeline_of(strategy, op_costs(strategy))
     assert sum(map(len, timeline.spans)) <= MOST_OPS
     assert note == "375 of 4000 micro-batches are drawn"
     assert timeline.unit == "s"
-    assert timeline_of(Strategy(schedule="optimised"), op_costs(Strategy())) is None
+    assert not list(timeline_of(Strategy(schedule="optimised"), op_costs(Strategy())))
 
 
 def test_runner_up_of_another_layout_is_compared_too() -> None:
@@ -387,7 +384,7 @@ def test_runner_up_of_another_layout_is_compared_too() -> None:
     assert runners_up([first, twin]) == [twin]
     assert runners_up([first, other, twin]) == [other]
     assert runners_up([first, twin, other]) == [twin, other]
-    page = render_page(shown, small_problem())
+    page = render_page(shown, small_problem(), op_costs)
     assert "Why it wins over the runner-up" in page
     assert "Why it wins over the best of another kind" in page
     assert "<th>rank 3</th>" in page

@@ -13,6 +13,7 @@ from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.answer.screen import print_table
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.answers import answer, small_problem, strategies
 
@@ -93,5 +94,6 @@ def test_table_and_page_have_what_was_asked(training: Training, columns: str) ->
     print_table(document, rich.console.Console(file=stream, width=120))
     head = next(line for line in stream.getvalue().splitlines() if "rank" in line)
     assert " ".join(head.partition("memory")[2].split()) == columns
-    page = render_page(document, small_problem())
+    pricing = Pricing(small_problem().workload, small_problem().cluster)
+    page = render_page(document, small_problem(), pricing.cost_model.pipeline_costs)
     assert all((f">{name}" in page) == (name in columns) for name in ("days", "device hours", "price"))

@@ -163,7 +163,7 @@ def test_saved_calibration_and_in_sample_trials(tmp_path: Path, capsys: pytest.C
         (["--save-calibration", "c.json"], "nothing to save"),
         (["--calibration", "c.json", "--folds", "2"], "already fitted"),
         (["--calibration", "c.json", "--leave-out", "layers"], "already fitted"),
-        (["--leave-out", "layers", "--folds", "2"], "give one"),
+        (["--leave-out", "layers", "--folds", "2"], "not allowed with argument"),
         (["--calibrate", "none.jsonl"], "none.jsonl cannot be read"),
         (["--json", "/dev/null/place.json"], "cannot be written"),
     ],
