@@ -65,13 +65,8 @@ def terms(
     return np.ones_like(rows, dtype=float), rows, positions, before
 
 
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    """The points of one micro-batch size: their lengths, and for each its starts and factors."""
-
-    lengths: Numbers
-    starts: tuple[Numbers, ...]
-    log_factors: tuple[Numbers, ...]
+Measured = Mapping[float, tuple[Numbers, Numbers]]
+"""Points of one micro-batch size: starts of token slices and logarithms of factors, by length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +75,8 @@ class Surface:
 
     coefficients: Numbers
     """[4] of the fitted terms."""
-    sizes: Numbers
-    """[M] micro-batch sizes that were measured."""
-    by_size: tuple[_Lengths, ...]
+    by_size: Mapping[float, Measured]
+    """By micro-batch size."""
     window: int | None = None
     """Tokens that a token attends to, itself included; None for all before it."""
 
@@ -95,30 +89,22 @@ class Surface:
         seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
         sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
         seconds = _monotonic(sizes, starts, ends - starts, seconds)
-        coefficients = _fit(np.stack(terms(sizes, starts, ends, window), axis=1), seconds)
-        plain = cls(coefficients, np.unique(sizes).astype(float), (), window)
+        plain = cls(_fit(np.stack(terms(sizes, starts, ends, window), axis=1), seconds), {}, window)
         log_factors = np.log(seconds / plain._fitted(sizes, starts, ends))
-        found = []
-        for size in np.unique(sizes):
-            lengths = np.unique((ends - starts)[sizes == size])
-            rows = [np.flatnonzero((sizes == size) & (ends - starts == length)) for length in lengths]
-            rows = [row[np.argsort(starts[row])] for row in rows]
-            found.append(
-                _Lengths(
-                    lengths.astype(float),
-                    tuple(starts[row].astype(float) for row in rows),
-                    tuple(log_factors[row] for row in rows),
-                )
-            )
-        return replace(plain, by_size=tuple(found))
+        found: dict[float, dict[float, tuple[Numbers, Numbers]]] = defaultdict(dict)
+        for size, length in sorted({*zip(sizes.tolist(), (ends - starts).tolist(), strict=True)}):
+            rows = np.flatnonzero((sizes == size) & (ends - starts == length))
+            rows = rows[np.argsort(starts[rows])]
+            found[size][length] = starts[rows].astype(float), log_factors[rows]
+        return replace(plain, by_size=found)
 
     def __call__(
         self, micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, *, parts: ScalarOrArray = 1.0
     ) -> Numbers:
         """Seconds; arguments broadcast. All but the fixed time is cut into `parts`, for more ranks than measured."""
         size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))
-        factors = [self._log_factor(*each, begin, stop) for each in zip(self.sizes, self.by_size, strict=True)]
-        log_factor = _between(self.sizes, size, np.stack(factors), lambda each: self._fitted(each, begin, stop))
+        factors = [self._log_factor(*each, begin, stop) for each in self.by_size.items()]
+        log_factor = _between([*self.by_size], size, np.stack(factors), lambda each: self._fitted(each, begin, stop))
         return self._fitted(size, begin, stop, parts) * np.exp(log_factor)
 
     def _fitted(
@@ -127,7 +113,7 @@ class Surface:
         fixed, *others = map(np.multiply, self.coefficients, terms(size, start, end, self.window))
         return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
 
-    def _log_factor(self, size: float, held: _Lengths, start: Numbers, end: Numbers) -> Numbers:
+    def _log_factor(self, size: float, measured: Measured, start: Numbers, end: Numbers) -> Numbers:
         """Logarithm of measured over fitted time, for micro-batches of a measured size."""
         length = end - start
 
@@ -136,15 +122,16 @@ class Surface:
 
         of_lengths = [
             np.interp(np.log(fitted(each)), np.log(self._fitted(size, known, known + each)), factors)
-            if len(known) > 1
-            else np.full(length.shape, factors[0])
-            for each, known, factors in zip(held.lengths, held.starts, held.log_factors, strict=True)
+            for each, (known, factors) in measured.items()
         ]
-        return _between(held.lengths, length, np.stack(of_lengths), fitted)
+        return _between([*measured], length, np.stack(of_lengths), fitted)
 
 
-def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[[ScalarOrArray], Numbers]) -> Numbers:
-    """Interpolate `values` [K, ...], given at `knots` [K], by the logarithm of the fit."""
+def _between(
+    measured: Sequence[float], wanted: Numbers, values: Numbers, fitted: Callable[[ScalarOrArray], Numbers]
+) -> Numbers:
+    """Interpolate `values` [K, ...] of K measured sizes by the logarithm of the fit."""
+    knots = np.array(measured, dtype=float)
     above = np.clip(np.searchsorted(knots, wanted), 0, len(knots) - 1)
     below = np.where(knots[above] <= wanted, above, np.maximum(above - 1, 0))
     low, high = np.log(fitted(knots[below])), np.log(fitted(knots[above]))
