@@ -18,11 +18,11 @@ from megatron_terapipe.search.machine.documents import suggestion
 # it over its own 16 lanes of PCIe, or over NVLink-C2C or Infinity Fabric. The reached share of all this is in
 # `price.efficiency`.
 
-NVLINK_LATENCY_S = 0.9e-6
-PCIE_LATENCY_S = 5.7e-6
-NETWORK_LATENCY_S = 14e-6
-ETHERNET_LATENCY_S = 30e-6
-MEMORY_LATENCY_S = 20e-6
+NVLINK_AND_CARDS = (0.9e-6, 14e-6)
+"""Seconds of an empty message inside a node, and between nodes."""
+NVLINK_AND_ETHERNET = (0.9e-6, 30e-6)
+PCIE_AND_ETHERNET = (5.7e-6, 30e-6)
+PROCESSES = (20e-6, 30e-6)
 """Between processes of one CPU, over sockets."""
 
 GIGABYTE = 1e9
@@ -35,87 +35,65 @@ def _machine(
     num_devices: int,
     inside_gb_per_s: float,
     cards: tuple[int, float],
-    *,
     host: tuple[float, float],
-    inside_latency_s: float = NVLINK_LATENCY_S,
-    network_latency_s: float = NETWORK_LATENCY_S,
+    latencies_s: tuple[float, float] = NVLINK_AND_CARDS,
 ) -> Node:
-    num_cards, card_gbit_per_s = cards
+    """Return a machine with cards of so many Gbit/s, and a host of so many GB, with as many GB/s to each device."""
+    (num_cards, card_gbit_per_s), (host_gb, host_gb_per_s) = cards, host
     return Node(
         name=name,
         device=DEVICES[device].device,
         num_devices=num_devices,
-        inside=Link(bandwidth=inside_gb_per_s * GIGABYTE, latency_s=inside_latency_s),
-        network=Link(bandwidth=card_gbit_per_s * GIGABIT, latency_s=network_latency_s),
+        inside=Link(bandwidth=inside_gb_per_s * GIGABYTE, latency_s=latencies_s[0]),
+        network=Link(bandwidth=card_gbit_per_s * GIGABIT, latency_s=latencies_s[1]),
         num_network_cards=num_cards,
-        host=HostMemory(memory_bytes=host[0] * GIGABYTE, bandwidth=host[1] * GIGABYTE),
+        host=HostMemory(memory_bytes=host_gb * GIGABYTE, bandwidth=host_gb_per_s * GIGABYTE),
     )
-
-
-def _pcie(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> Node:
-    """A machine with PCIe between its devices, and one card without remote memory access."""
-    return _machine(
-        name,
-        device,
-        num_devices,
-        inside,
-        (1, network),
-        host=(memory, inside),
-        inside_latency_s=PCIE_LATENCY_S,
-        network_latency_s=ETHERNET_LATENCY_S,
-    )
-
-
-def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> Node:
-    """An EC2 instance with NVLink, PCIe 3 to its host, and plain Ethernet."""
-    latency_s = ETHERNET_LATENCY_S
-    return _machine(name, device, num_devices, inside, (1, network), host=(memory, 16.0), network_latency_s=latency_s)
 
 
 _ENTRIES = (
     # Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network, memory.
-    _ethernet("p3.2xlarge", "V100-SXM2-16GB", 1, 150, 10, 65),
-    _ethernet("p3.8xlarge", "V100-SXM2-16GB", 4, 150, 10, 262),
-    _ethernet("p3.16xlarge", "V100-SXM2-16GB", 8, 150, 25, 524),
-    _ethernet("p3dn.24xlarge", "V100-SXM2-32GB", 8, 150, 100, 825),
-    _machine("p4d.24xlarge", "A100-SXM4-40GB", 8, 300, (4, 100), host=(1237, 32)),
-    _machine("p4de.24xlarge", "A100-SXM4-80GB", 8, 300, (4, 100), host=(1237, 32)),
-    _machine("p5.48xlarge", "H100-SXM5-80GB", 8, 450, (32, 100), host=(2199, 64)),
-    _machine("p5en.48xlarge", "H200-SXM5-141GB", 8, 450, (16, 200), host=(2199, 64)),
-    _machine("p6-b200.48xlarge", "B200-SXM-180GB", 8, 900, (8, 400), host=(2199, 64)),
-    _pcie("g4dn.12xlarge", "T4", 4, 16, 50, 206),
-    _pcie("g4dn.metal", "T4", 8, 16, 100, 412),
-    _pcie("g5.12xlarge", "A10G", 4, 32, 40, 206),
-    _pcie("g5.48xlarge", "A10G", 8, 32, 100, 825),
-    _pcie("g6.48xlarge", "L4", 8, 32, 100, 825),
-    _pcie("g6e.48xlarge", "L40S", 8, 32, 400, 1649),
+    _machine("p3.2xlarge", "V100-SXM2-16GB", 1, 150, (1, 10), (65, 16), NVLINK_AND_ETHERNET),
+    _machine("p3.8xlarge", "V100-SXM2-16GB", 4, 150, (1, 10), (262, 16), NVLINK_AND_ETHERNET),
+    _machine("p3.16xlarge", "V100-SXM2-16GB", 8, 150, (1, 25), (524, 16), NVLINK_AND_ETHERNET),
+    _machine("p3dn.24xlarge", "V100-SXM2-32GB", 8, 150, (1, 100), (825, 16), NVLINK_AND_ETHERNET),
+    _machine("p4d.24xlarge", "A100-SXM4-40GB", 8, 300, (4, 100), (1237, 32)),
+    _machine("p4de.24xlarge", "A100-SXM4-80GB", 8, 300, (4, 100), (1237, 32)),
+    _machine("p5.48xlarge", "H100-SXM5-80GB", 8, 450, (32, 100), (2199, 64)),
+    _machine("p5en.48xlarge", "H200-SXM5-141GB", 8, 450, (16, 200), (2199, 64)),
+    _machine("p6-b200.48xlarge", "B200-SXM-180GB", 8, 900, (8, 400), (2199, 64)),
+    _machine("g4dn.12xlarge", "T4", 4, 16, (1, 50), (206, 16), PCIE_AND_ETHERNET),
+    _machine("g4dn.metal", "T4", 8, 16, (1, 100), (412, 16), PCIE_AND_ETHERNET),
+    _machine("g5.12xlarge", "A10G", 4, 32, (1, 40), (206, 32), PCIE_AND_ETHERNET),
+    _machine("g5.48xlarge", "A10G", 8, 32, (1, 100), (825, 32), PCIE_AND_ETHERNET),
+    _machine("g6.48xlarge", "L4", 8, 32, (1, 100), (825, 32), PCIE_AND_ETHERNET),
+    _machine("g6e.48xlarge", "L40S", 8, 32, (1, 400), (1649, 32), PCIE_AND_ETHERNET),
     # Data sheets of NVIDIA DGX-1, DGX A100, H100, H200, B200, B300; octo: the same with the NVLink of A800, H800.
-    _machine("dgx-1-p100", "P100-SXM2-16GB", 8, 80, (4, 100), host=(512, 16)),
-    _machine("dgx-1-v100", "V100-SXM2-32GB", 8, 150, (4, 100), host=(512, 16)),
-    _machine("dgx-a100", "A100-SXM4-80GB", 8, 300, (8, 200), host=(2000, 32)),
-    _machine("octo-a800", "A800-SXM4-80GB", 8, 200, (8, 200), host=(2000, 32)),
-    _machine("octo-h800", "H800-SXM5-80GB", 8, 200, (8, 400), host=(2000, 64)),
-    _machine("dgx-h100", "H100-SXM5-80GB", 8, 450, (8, 400), host=(2000, 64)),
-    _machine("dgx-h200", "H200-SXM5-141GB", 8, 450, (8, 400), host=(2000, 64)),
-    _machine("dgx-b200", "B200-SXM-180GB", 8, 900, (8, 400), host=(2000, 64)),
-    _machine("dgx-b300", "B300-SXM-270GB", 8, 900, (8, 800), host=(2000, 128)),
+    _machine("dgx-1-p100", "P100-SXM2-16GB", 8, 80, (4, 100), (512, 16)),
+    _machine("dgx-1-v100", "V100-SXM2-32GB", 8, 150, (4, 100), (512, 16)),
+    _machine("dgx-a100", "A100-SXM4-80GB", 8, 300, (8, 200), (2000, 32)),
+    _machine("octo-a800", "A800-SXM4-80GB", 8, 200, (8, 200), (2000, 32)),
+    _machine("octo-h800", "H800-SXM5-80GB", 8, 200, (8, 400), (2000, 64)),
+    _machine("dgx-h100", "H100-SXM5-80GB", 8, 450, (8, 400), (2000, 64)),
+    _machine("dgx-h200", "H200-SXM5-141GB", 8, 450, (8, 400), (2000, 64)),
+    _machine("dgx-b200", "B200-SXM-180GB", 8, 900, (8, 400), (2000, 64)),
+    _machine("dgx-b300", "B300-SXM-270GB", 8, 900, (8, 800), (2000, 128)),
     # Four superchips with NVLink to each other and a 200 Gbit/s card each, as in CSCS's Alps (docs.cscs.ch).
     # A superchip's 18 links of 25 GB/s go to three others, six to each.
-    _machine("quad-gh200", "GH200-96GB", 4, 150, (4, 200), host=(480, 450)),
+    _machine("quad-gh200", "GH200-96GB", 4, 150, (4, 200), (480, 450)),
     # A compute tray of the GB200 or GB300 NVL72: NVLink to all, a card of 400 or 800 Gbit/s for each device.
-    _machine("quad-gb200", "GB200-186GB", 4, 900, (4, 400), host=(960, 450)),
-    _machine("quad-gb300", "GB300-278GB", 4, 900, (4, 800), host=(960, 450)),
+    _machine("quad-gb200", "GB200-186GB", 4, 900, (4, 400), (960, 450)),
+    _machine("quad-gb300", "GB300-278GB", 4, 900, (4, 800), (960, 450)),
     # AMD Instinct data sheets: Infinity Fabric links between devices; a card of 200 and 400 Gbit/s as in
     # Frontier (docs.olcf.ornl.gov) and in Azure's ND MI300X v5.
-    _machine("quad-mi250x", "MI250X-die", 8, 50, (4, 200), host=(512, 36)),
-    _machine("octo-mi300x", "MI300X", 8, 448, (8, 400), host=(1986, 64)),
+    _machine("quad-mi250x", "MI250X-die", 8, 50, (4, 200), (512, 36)),
+    _machine("octo-mi300x", "MI300X", 8, 448, (8, 400), (1986, 64)),
     # 16 lanes of PCIe 3, 4 and 5, eight devices, one network card of 100 Gbit/s: a usual server, not a product.
-    _pcie("pcie-3", "cpu-core", 8, 16, 100, 512),
-    _pcie("pcie-4", "cpu-core", 8, 32, 100, 512),
-    _pcie("pcie-5", "cpu-core", 8, 64, 100, 1024),
+    _machine("pcie-3", "cpu-core", 8, 16, (1, 100), (512, 16), PCIE_AND_ETHERNET),
+    _machine("pcie-4", "cpu-core", 8, 32, (1, 100), (512, 32), PCIE_AND_ETHERNET),
+    _machine("pcie-5", "cpu-core", 8, 64, (1, 100), (1024, 64), PCIE_AND_ETHERNET),
     # A guess: processes of one CPU talk over its memory, machines over 1 Gbit/s.
-    _machine("cpu", "cpu-core", 2, 2, (1, 1), host=(16, 8),
-             inside_latency_s=MEMORY_LATENCY_S, network_latency_s=ETHERNET_LATENCY_S),
+    _machine("cpu", "cpu-core", 2, 2, (1, 1), (16, 8), PROCESSES),
 )  # fmt: skip
 
 MACHINES: Mapping[str, Node] = MappingProxyType({each.name: each for each in _ENTRIES})
