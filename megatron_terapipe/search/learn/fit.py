@@ -37,7 +37,7 @@ others do not. So strategies of a kind without trials have the uncertainty of th
 hundreds of trials of one kind are one group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.learn.priors import Prior, moved, side_by_side
-from megatron_terapipe.search.learn.trials import Trial, models_of
+from megatron_terapipe.search.learn.trials import Trial, grouped, models_of
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.makespan import ScheduleSimulator
 from megatron_terapipe.search.price.workload import Workload
@@ -67,12 +67,9 @@ constrain them little."""
 class GroupEffects:
     """Groups that trials fall into, and how far their constants are from each other's."""
 
-    def __init__(self, groups: Sequence[object], share: float = USUAL_SHARE, offset: float = USUAL_OFFSET) -> None:
-        places: dict[object, list[int]] = {}
-        for index, group in enumerate(groups):
-            places.setdefault(group, []).append(index)
+    def __init__(self, groups: Sequence[Hashable], share: float = USUAL_SHARE, offset: float = USUAL_OFFSET) -> None:
         self._groups, self.share, self.offset = groups, share, offset
-        self._rows = [np.array(rows) for rows in places.values()]
+        self._rows = [np.array(rows) for rows in grouped(range(len(groups)), groups.__getitem__).values()]
 
     def __len__(self) -> int:
         """Number of groups."""

@@ -5,7 +5,7 @@ of schedules as in papers; trainers and precisions that a publication states onc
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, inf
 from pathlib import Path
@@ -32,6 +32,8 @@ from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.strategy import Strategy
 
 Model = TypeVar("Model")
+Value = TypeVar("Value")
+Key = TypeVar("Key", bound=Hashable)
 
 GIBIBYTE = float(2**30)
 """Bytes of a "GB" in trials: tools that print memory (nvidia-smi, PyTorch) count in powers of two."""
@@ -87,6 +89,14 @@ class Trial:
     def least_time_s(self) -> float:
         """Seconds of an iteration, measured or cut off; 0 if neither is known."""
         return self.iteration_time_s or self.longer_than_s or 0.0
+
+
+def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
+    """Return values by their keys, in the order of the first value of each."""
+    found: dict[Key, list[Value]] = {}
+    for each in values:
+        found.setdefault(key(each), []).append(each)
+    return found
 
 
 def models_of(trials: Sequence[Trial], make: Callable[[Trial], Model]) -> list[Model]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from megatron_terapipe.search.learn.calibration import Calibration, count_memory, device_memory_bytes
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
 from megatron_terapipe.search.learn.costs import Costs
-from megatron_terapipe.search.learn.trials import Trial
+from megatron_terapipe.search.learn.trials import Trial, grouped
 from megatron_terapipe.search.price.memory import total_bytes
 from megatron_terapipe.search.price.profile import Profile
 from megatron_terapipe.search.price.workload import Workload
@@ -138,12 +138,13 @@ def predict_trials(
     step: Callable[[int], None] = lambda _: None,
 ) -> list[PredictedTrial]:
     """Predict each trial; `step` is called with the number of trials that are done."""
-    places: dict[tuple[object, ...], list[int]] = {}
-    for index, one in enumerate(trials):
-        key = one.source, one.device, id(one.workload), id(one.cluster), one.software, one.precision
-        places.setdefault(key, []).append(index)
+
+    def key(index: int) -> tuple[object, ...]:
+        one = trials[index]
+        return one.source, one.device, id(one.workload), id(one.cluster), one.software, one.precision
+
     found: dict[int, PredictedTrial] = {}
-    for rows in places.values():
+    for rows in grouped(range(len(trials)), key).values():
         alike = [trials[index] for index in rows]
         calibration = calibrations.of(*alike[0].site)
         found.update(zip(rows, _predict_alike(alike, calibration, profile), strict=True))
@@ -215,13 +216,11 @@ def folds_of(trials: Sequence[Trial], num_folds: int | None, left_out: str | Non
 
 def deal_groups(trials: Sequence[Trial], num_folds: int) -> list[int]:
     """Return the fold [n] of each trial, with whole groups of each cluster in a fold."""
-    groups: dict[tuple[str, str, bool], set[str]] = {}
-    for one in trials:
-        groups.setdefault(one.site, set()).add(one.group)
     fold_of: dict[tuple[tuple[str, str, bool], str], int] = {}
-    for site, names in groups.items():
+    for site, alike in grouped(trials, lambda one: one.site).items():
+        names = sorted({one.group for one in alike})
         for place, index in enumerate(np.random.default_rng(SEED).permutation(len(names))):
-            fold_of[site, sorted(names)[index]] = place % num_folds
+            fold_of[site, names[index]] = place % num_folds
     return [fold_of[one.site, one.group] for one in trials]
 
 
@@ -239,8 +238,7 @@ def predict_in_folds(
     A cluster with all its trials in one fold is not calibrated.
     """
     predicted: dict[int, PredictedTrial] = {}
-    for fold in dict.fromkeys(folds):
-        rows = [index for index, own in enumerate(folds) if own == fold]
+    for fold, rows in grouped(range(len(trials)), folds.__getitem__).items():
         others = [one for one, own in zip(trials, folds, strict=True) if own != fold]
         calibrations = Calibrations([*more, *others], progress=progress, profile=profile)
         found = predict_trials([trials[index] for index in rows], calibrations, profile=profile, step=step)
@@ -278,12 +276,10 @@ def _figures(
 ) -> dict[str, Any]:
     measured = np.array([np.inf if one.iteration_time_s is None else one.iteration_time_s for one in trials])
     guessed = np.array(times_s)
-    places: dict[tuple[str, str], list[int]] = {}
-    for index, one in enumerate(trials):
-        # A run out of memory has no time; one that failed otherwise was slower than the others.
-        if not one.out_of_memory:
-            places.setdefault((one.source, one.group), []).append(index)
-    groups = [(measured[rows], guessed[rows]) for rows in places.values()]
+    # A run out of memory has no time; one that failed otherwise was slower than the others.
+    timed = [index for index, one in enumerate(trials) if not one.out_of_memory]
+    by_group = grouped(timed, lambda index: (trials[index].source, trials[index].group))
+    groups = [(measured[rows], guessed[rows]) for rows in by_group.values()]
     pairs, clear = pair_accuracy(groups, CLEAR_GAP)
     held = np.array([np.inf if one.peak_memory_bytes is None else one.peak_memory_bytes for one in trials])
     off, memory_off = relative_errors(measured, guessed), relative_errors(held, np.array(peaks))
@@ -329,21 +325,15 @@ def validation_document(
         num_folds: folds of the cross-validation; None without one.
         left_out: the property of `LEFT_OUT` that makes the folds; None without one.
     """
-    described: dict[str, set[str]] = {}
-    for one in predicted:
-        described.setdefault(one.trial.path, set()).add(one.trial.source)
+    described = grouped({(one.trial.path, one.trial.source) for one in predicted}, lambda each: each[0])
 
-    def data_set(trial: Trial) -> str:
+    def data_set(one: PredictedTrial) -> str:
         """The file of a trial, and its source where the file has several."""
-        stem = Path(trial.path).stem
+        stem, trial = Path(one.trial.path).stem, one.trial
         return stem if len(described[trial.path]) == 1 else f"{stem}: {trial.source or 'no source'}"
 
-    sources: dict[str, list[PredictedTrial]] = {}
-    groups: dict[str, dict[str, list[PredictedTrial]]] = {}
-    for one in predicted:
-        name = data_set(one.trial)
-        sources.setdefault(name, []).append(one)
-        groups.setdefault(name, {}).setdefault(one.trial.group, []).append(one)
+    sources = grouped(predicted, data_set)
+    groups = {source: grouped(rows, lambda one: one.trial.group) for source, rows in sources.items()}
     return {
         "calibrated_on": list(calibrated_on),
         "folds": num_folds,
@@ -352,7 +342,7 @@ def validation_document(
         "overall": summary(predicted),
         "sources": {source: _of_source(rows) for source, rows in sources.items()},
         "groups": {source: {group: summary(rows) for group, rows in of.items()} for source, of in groups.items()},
-        "predictions": [_prediction(one, data_set(one.trial)) for one in predicted],
+        "predictions": [_prediction(one, data_set(one)) for one in predicted],
     }
 
 
