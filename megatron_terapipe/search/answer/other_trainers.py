@@ -358,9 +358,9 @@ def _answer(
     ratio = 0.0 if winner is None else price.iteration_time_s / winner.iteration_time_s
     compared = "" if winner is None else f", {ratio:.2f} times rank 1"
     run, ours = _measured(software, problem), _measured(problem.software, problem)
-    trial = f" {problem.software.title}, of rank 1, was never measured so: run a trial first."
+    trial = f" No published run of {problem.software.title}, of rank 1, is like this one: run a trial first."
     advised = "; see --software" if ratio <= FASTER and software is not ALST else ""
-    time, measured = time_text(price.iteration_time_s), f"measured: {run}" if run else "never measured so"
+    time, measured = time_text(price.iteration_time_s), f"measured: {run}" if run else "no published run like it"
     return WhatIfPart(
         name=software.name,
         strategy=strategy,
