@@ -1,6 +1,5 @@
 """Command `terapipe search`: the strategies of a model on a cluster, with their time and memory."""
 
-import gc
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -28,17 +27,7 @@ COMMANDS = {part.name: part for part in SEARCH.parts}
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.search") -> int:
     """Run a command and return its exit code: 2 for bad input, with one line of error."""
     words = sys.argv[1:] if argv is None else list(argv)
-    usual = gc.get_threshold()
-    gc.set_threshold(MANY_OBJECTS, *usual[1:])
-    try:
-        return run_command(lambda: _run(words, prog))
-    finally:
-        gc.set_threshold(*usual)
-
-
-MANY_OBJECTS = 100_000
-"""New objects after which garbage is collected: plans of host copies make a million tuples that live, and collections
-walk them."""
+    return run_command(lambda: _run(words, prog))
 
 
 def _run(words: list[str], prog: str) -> int:

@@ -99,11 +99,12 @@ def plan_host_copies(timed: TimedColumns, shape: PipelineShape, settings: HostCo
     """
     copies = _in_long_pauses(timed, shape, settings)
     copies = copies.at(_with_room(copies, settings.host_bytes))
-    fetched, places = _fetches(copies._replace(drop=_drops(copies, timed, settings)), timed, settings)
-    # Without those that would not be back in time, the others are on the host earlier or at the same time.
-    there = np.sort(fetched)
-    drops = copies.drop.copy()
-    drops[there] = _drops(copies.at(there), timed, settings)
+    drops = _drops(copies, timed, settings)
+    fetched, places = _fetches(copies._replace(drop=drops), timed, settings)
+    if len(fetched) < len(drops):
+        # Without those that would not be back in time, the others are on the host earlier or at the same time.
+        there = np.sort(fetched)
+        drops[there] = _drops(copies.at(there), timed, settings)
     return copies._replace(drop=drops).at(fetched)._replace(fetch=places)
 
 

@@ -17,7 +17,7 @@ token slices are live on rank i; with zero-bubble the weight gradients of i of t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -66,12 +66,6 @@ class GridMemory:
         """[B, 1] tokens of a micro-batch that are as much as the part of one sequence-parallel rank."""
         self._token_slice = self._sequence / self._num_token_slices
         """[B, S] tokens of a token slice."""
-        of_kinds = [
-            [model.token_bytes(grid.layout, recompute, parallel, grid.kept_keys) for parallel in grid.sequence_parallel]
-            for recompute, _ in grid.recompute
-        ]
-        self._of_kinds = np.moveaxis(np.array(of_kinds), (0, 1), (2, 3))
-        """[fields of `TokenMemory`, K, R, Q] bytes of a token of one sequence."""
         self._offloads = np.array([offload for _, offload in grid.recompute])[:, None]
         """[R, 1] whether token slices wait on hosts."""
         self._of_stages = np.array([recompute == "stage" for recompute, _ in grid.recompute])[:, None]
@@ -82,6 +76,16 @@ class GridMemory:
         sequences = (sizes / self._num_token_slices)[:, :, None, None] * own
         self._messages = np.asarray(model.message_bytes(grid.layout.pipeline_parallel_size, sequences))
         """[B, S, 1, Q] bytes."""
+
+    @cached_property
+    def _of_kinds(self) -> Floats:
+        """[fields of `TokenMemory`, K, R, Q] bytes of a token of one sequence."""
+        grid, of = self._grid, self._model.token_bytes
+        of_kinds = [
+            [of(grid.layout, recompute, parallel, grid.kept_keys) for parallel in grid.sequence_parallel]
+            for recompute, _ in grid.recompute
+        ]
+        return np.moveaxis(np.array(of_kinds), (0, 1), (2, 3))
 
     def fullness(
         self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], possible: Flags | None = None

@@ -47,35 +47,14 @@ def balanced_partition(
     if np.ptp(dealt, axis=1).max() <= 1e-9 * dealt.max():
         sizes = _alike(dealt[:, 0], ends, workload.num_dealt_layers, model_chunks)
         return StagePartition(tuple(accumulate(sizes, initial=0)))
+    # Not every model has such layers, and this loads compiled code.
+    from deepspeed_ext.plan.solve.layer_runs import bounds_of_runs
+
     stage_rows = np.tile(dealt, (model_chunks, 1))
     stage_rows[0, 0] += ends[0]
     stage_rows[-1, -1] += ends[-1]
-    return _unlike(stage_rows)
-
-
-def _unlike(stage_rows: Numbers) -> StagePartition:
-    """Deal layers of [stages, L] seconds: two shortest paths over cuts, by the longest stage and by the sum."""
-    stages, layers = stage_rows.shape
     before = np.pad(np.cumsum(stage_rows, axis=1), ((0, 0), (1, 0)))
-    possible = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
-    of_run = np.where(possible, before[:, None, :] - before[:, :, None], np.inf)
-    start = np.full(layers + 1, np.inf)
-    start[0] = 0.0
-    slowest = start
-    for each in of_run:
-        slowest = np.maximum(slowest[:, None], each).min(axis=0)
-    of_run[of_run > slowest[-1] * (1 + ROUNDING)] = np.inf
-    reach = [start]
-    for each in of_run:
-        reach.append((reach[-1][:, None] + each).min(axis=0))
-    bounds = [layers]
-    for stage in reversed(range(stages)):
-        bounds.append(int(np.argmin(reach[stage] + of_run[stage, :, bounds[-1]])))
-    return StagePartition(tuple(reversed(bounds)))
-
-
-ROUNDING = 1e-12
-"""Relative difference below which two sums of the same numbers in another order count as equal."""
+    return StagePartition(tuple(bounds_of_runs(before).tolist()))
 
 
 def _alike(each_s: Numbers, ends_s: Numbers, num_layers: int, model_chunks: int) -> list[int]:
