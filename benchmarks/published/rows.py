@@ -101,17 +101,20 @@ def _precision(row: Mapping[str, Any]) -> str:
 
 def _trainer(row: Mapping[str, Any], precision: str) -> str:
     """Name of its trainer in `trainers.yaml`; cards of recipes are of the last releases."""
-    release = str(row.get("release") or "")
-    graphs = tables()["graphs"]
-    has_graphs = release == "verification card" or release >= graphs["release"]
-    has_graphs = has_graphs and f"{_known(row)} {_system(row)}" not in graphs["without"]
-    return "bridge-graphs" if "Bridge" in row["source"] and precision == "mxfp8" and has_graphs else "megatron-core"
+    release, setup = str(row.get("release") or ""), f"{_known(row)} {_system(row)}"
+    graphs, recomputing = tables()["graphs"], tables()["recomputing"]
+    if "Bridge" in row["source"] and precision == "mxfp8" and setup not in graphs["without"]:
+        if release == "verification card" or release >= graphs["release"]:
+            return "bridge-graphs"
+    if precision == "bf16" and setup in recomputing["setups"] and release >= recomputing["release"]:
+        return "bridge-recomputing"
+    return "megatron-core"
 
 
 def _exchange(row: Mapping[str, Any]) -> tuple[str, bool]:
     """Dispatcher, and whether its exchanges are hidden."""
     named = str(row.get("dispatcher") or (row.get("features") or {}).get("moe_dispatcher") or "").lower()
-    recipes, setup = tables()["recipes"], f"{_known(row)} {_system(row)}"
+    recipes, setup = tables()["recipes"], f"{_known(row)} {_system(row)} {row.get('release')}"
     recipe = recipes["usual"]
     if "Bridge" in row["source"] and not named:
         recipe = next((each for start, each in recipes.items() if setup.startswith(start)), recipe)

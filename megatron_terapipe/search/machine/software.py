@@ -87,6 +87,10 @@ class Operators:
     kernels are of one expert."""
     expert_activation: Operator = Operator(forward=5, backward=8)
     """Activation function of experts, and the weight of each row [number that it puts out]."""
+    expert_clamp: Operator = NOTHING
+    """Limits of its inputs, where they are kernels of their own [number that the activation puts out]."""
+    scaled_rotary: Operator | None = None
+    """Rotation with a factor, as with YaRN; None = as one without [channel of a query or key]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

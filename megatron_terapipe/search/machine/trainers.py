@@ -258,6 +258,15 @@ MEGATRON_CORE = Software(
         # bias (16), their sums (8), a cast of the rows (6), one of the bias, and both biases added to their gradients;
         # rows put together (4).
         expert_bias=Operator(forward_bytes=28, backward_bytes=40, forward_kernels=2, backward_kernels=8),
+        # `weighted_bias_quick_geglu_impl` of megatron/core/fusions/fused_bias_geglu.py, before its kernel: both halves
+        # clamped (4) and put together (4). Back each gradient with its input (6), put together (4).
+        expert_clamp=Operator(forward=8, backward=10, forward_kernels=3, backward_kernels=3),
+        # Transformer Engine's kernel takes no factor (`_apply_rotary_pos_emb_bshd` of
+        # megatron/core/models/common/embeddings/rope_utils.py). For queries and for keys six kernels on positions, a
+        # half negated (1), halves put together (2), both products (4), sum (3), a copy (2). Back both products (4), a
+        # half negated (1), halves put together (2), sum (3), and gradients of slices of all and of no channels: zeros
+        # (2), a copy (2) and a sum (3).
+        scaled_rotary=Operator(forward=12, backward=17, forward_kernels=24, backward_kernels=18),
         # Maximum, sum of exponentials and probability in one pass each over fp32 copies, as the shared loss does it.
         loss=Operator(forward_bytes=22, backward_bytes=14, forward_kernels=8, backward_kernels=4),
         embedding=Operator(forward=2, backward=2, forward_kernels=4, backward_kernels=4),
@@ -338,7 +347,7 @@ FSDP = Software(
         MeasuredRun("H100-SXM5", "dense", 8e9, (64, 64), "Llama 3.1 8B", "torchtitan"),
         MeasuredRun("H100-SXM5", "dense", 70.6e9, (256, 256), "Llama 3.1 70B", "torchtitan"),
     ),
-    operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss),
+    operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss, expert_clamp=NOTHING, scaled_rotary=None),
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
     attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),

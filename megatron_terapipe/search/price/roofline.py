@@ -422,6 +422,8 @@ class Roofline:
         yield self._operator(operators.routing, device, moved * hidden, sorts)
         activation = FUSED_EXPERTS if fused else operators.expert_activation
         yield self._operator(activation, device, held * experts.width)
+        if query.layer.clamped and not fused:
+            yield self._operator(operators.expert_clamp, device, held * experts.width)
 
     def _expert_product(
         self,
@@ -614,9 +616,10 @@ class Roofline:
         if attention is not None:
             channels = attention.head_size / tp
             heads = 2 * (attention.query_heads + attention.key_value_heads)
+            rotary = operators.scaled_rotary if layer.scales_rotations else None
             work += [
                 (operators.heads, 1, heads * channels, False),
-                (operators.rotary, bool(layer.rotary_channels), layer.rotary_channels / tp, False),
+                (rotary or operators.rotary, bool(layer.rotary_channels), layer.rotary_channels / tp, False),
                 (operators.head_norm, 2 * attention.normed, attention.normed_channels / 2 / tp, False),
                 (operators.gated_activation, attention.gated, attention.query_heads * channels, False),
             ]

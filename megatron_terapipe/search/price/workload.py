@@ -152,12 +152,16 @@ class Layer:
     activation_width: int = 0
     """Width of the MLP's activation; 0 without."""
     gated: bool = False
+    clamped: bool = False
+    """Whether the inputs of a gated activation are clamped before it."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     num_biases: int = 0
     biased_channels: int = 0
     """Outputs of these, all together."""
     rotary_channels: int = 0
     """Channels of the queries and keys of a token that are rotated."""
+    scales_rotations: bool = False
+    """Whether these have a factor, as with YaRN."""
     shared_weight: str | None = None
     """Name of the weight that another layer also uses (tied embedding); None = no shared weight."""
     shared_parameters: int = 0
@@ -448,10 +452,12 @@ def _block(model: ModelConfig, shape: BlockShape, imbalance: float) -> Layer:
         sums_at_once=model.parallel_residual and model.hidden_dropout == 0,
         activation_width=width,
         gated=model.gated,
+        clamped=model.activation_func_clamp_value is not None,
         normalization="rmsnorm" if model.normalization == "rmsnorm" else "layernorm",
         num_biases=num_biases,
         biased_channels=biased_channels,
         rotary_channels=(heads + (shape.num_key_value_heads if shape.latent is None else 1))
         * model.rotary_channels
         * rotated,
+        scales_rotations=model.rotary_attention_factor != 1,
     )

@@ -10,7 +10,7 @@ from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Link
 from megatron_terapipe.search.machine.library import device
-from megatron_terapipe.search.machine.trainers import MEGATRON_CORE, TERAPIPE
+from megatron_terapipe.search.machine.trainers import FSDP, MEGATRON_CORE, TERAPIPE
 from megatron_terapipe.search.price.activations import LayerMemory
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
@@ -128,6 +128,22 @@ def test_activation_casts_and_copies_inside_products_of_experts() -> None:
     # are copied before and after the products, or nowhere.
     saved = moving(asked.device, rows * 512 * (5 * 2 + 4 - 2) + rows * 1024 * 2 * 4)
     assert found[False, "mxfp8"].forward - found[True, "mxfp8"].forward == pytest.approx(saved)
+
+
+def test_limits_and_factors_are_kernels_of_their_own_in_megatron_core() -> None:
+    clamped, rotating = with_experts(dispatcher="alltoall"), EXPERTS.rotary_channels or 1024
+    layers = [
+        replace(clamped, rotary_channels=rotating, clamped=clamps, scales_rotations=scales)
+        for clamps, scales in ((False, False), (True, False), (False, True))
+    ]
+    for software, kernels in ((MEGATRON_CORE, True), (TERAPIPE, False), (FSDP, False)):
+        roofline = Roofline(COST_MODEL.efficiency, software, "bf16")
+        usual, with_limits, scaled = (roofline(query(layer)) for layer in layers)
+        expected = 8 * 2 * 512 * TOKENS * 4 * IMBALANCE, 10 * 2 * rotating * TOKENS
+        for found, num_bytes in zip((with_limits, scaled), expected, strict=True):
+            more = found.forward - usual.forward
+            assert more == pytest.approx(kernels * roofline._moving_s(A100, num_bytes))
+            assert (found.input_gradient > usual.input_gradient) == kernels
 
 
 @pytest.mark.parametrize("token_slices", [None, (32, 4064)])
