@@ -81,9 +81,8 @@ def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
             gpt_workload(config.model),
             cluster,
             config.precision.dtype,
-            profile_path=None,
-            calibration_path=parallel.op_calibration,
             profile=profile,
+            calibration_path=parallel.op_calibration,
         )
 
 

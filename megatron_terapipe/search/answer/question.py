@@ -17,6 +17,7 @@ from megatron_terapipe.search.machine.library import needs_fp16
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.trainer_files import find_software
 from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.profile import read_profile
 from megatron_terapipe.search.price.workload import Workload, gpt_workload
 from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.search.rank.rules import ProgressCallback, no_progress
@@ -87,7 +88,7 @@ def question_of(options: argparse.Namespace, num_sequences: int | None = None) -
         problem.workload,
         problem.cluster,
         problem.precision,
-        profile_path=options.profile,
+        profile=read_profile(options.profile) if options.profile else None,
         calibration_path=options.calibrate or options.calibration,
         software=problem.software,
     )

@@ -14,7 +14,7 @@ from megatron_terapipe.search.price.cost_model import Prediction, Pricing
 from megatron_terapipe.search.price.efficiency import ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
 from megatron_terapipe.search.price.makespan import ScheduleSimulator
-from megatron_terapipe.search.price.profile import Profile, read_profile
+from megatron_terapipe.search.price.profile import Profile
 from megatron_terapipe.search.price.profile_times import (
     MeasuredProfile,
     measured_cluster,
@@ -84,24 +84,17 @@ def read_costs(
     cluster: Cluster,
     precision: str,
     *,
-    profile_path: str | None,
+    profile: Profile | None,
     calibration_path: str | None,
     software: Software = TERAPIPE,
-    profile: Profile | None = None,
 ) -> Costs:
-    """Return the sources of prices of a model on a cluster; their files are read.
+    """Return the sources of prices of a model on a cluster.
 
     Args:
-        profile_path: file that `measure` wrote; None = data sheets and formulas.
+        profile: None = data sheets and formulas.
         calibration_path: trials of this cluster, or constants that were fitted to them; None = the defaults.
-        profile: the profile, if it was not read from a file.
     """
-    notes = []
-    if profile_path is not None:
-        profile = read_profile(profile_path)
-        notes.append(f"op times and links are those of {profile_path}")
-    if profile is not None:
-        notes += profile_notes(profile, cluster)
+    notes: list[str] = [] if profile is None else [*profile_notes(profile, cluster)]
     if calibration_path is None:
         calibration = no_calibration(cluster if profile is None else None)
         guessed = sorted({node.device.name for node in cluster.nodes if is_guessed(node.device)})

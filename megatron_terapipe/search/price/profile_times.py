@@ -350,8 +350,10 @@ def measured_node(profile: Profile, cluster: Cluster) -> Node:
 
 
 def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each kind of link that ranks of a cluster use, and of sizes, that a profile has not measured."""
+    """Yield the file of a profile, and lines about links that ranks of a cluster use, and sizes, not measured."""
     name = profile.source or "the profile"
+    if profile.source:
+        yield f"op times and links are those of {profile.source}"
     if profile.own_model is not None:
         yield (
             f"{name} was measured on the layers of {profile.own_model}: sizes of memory, parameters and messages are "
