@@ -75,7 +75,7 @@ SIZES: list[tuple[str, str, str, dict[str, object]]] = [
         {},
     ),
     (RANK, "--num-layers 10000000000000", "num_layers 10000000000000", {}),
-    (RANK, "--global-batch-size 2000000000000", "--global-batch-size 2000000000000", {}),
+    (RANK, "--global-batch-size 2000000000000", "--global-batch-size: 2000000000000", {}),
     (RANK, "--data-parallel-size 20000000", "--data-parallel-size 20000000", {}),
     (RANK, "--num-token-slices 1000000000", "--num-token-slices 1000000000", {}),
     (RANK, "", "10000000 layers", {"MODEL": {"seq_length": 8, "layers": LAYERS}}),
