@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
 
 def _run(words: list[str], prog: str) -> int:
     name = next((word for word in words if not word.startswith("-")), None)
-    if words and name is not None and name not in COMMANDS:
+    if name is not None and name not in COMMANDS:
         raise ConfigError(f"command {name!r} is not known: {suggestion(name, COMMANDS)}")
     # Only this one is imported: no command waits for the imports of another.
     options = _parser(prog, [name]).parse_args(words)
