@@ -138,14 +138,14 @@ def add_headroom_flag(parser: FlagSet) -> None:
     )
 
 
-def add_batch_flag(parser: FlagSet) -> None:
-    """Add the flag for the sequences of an optimizer step."""
+def add_batch_flag(parser: FlagSet, *, required: bool = True, more: str = "") -> None:
+    """Add the flag for the sequences of an optimizer step; `more`: the end of its help."""
     parser.add_argument(
         "--global-batch-size",
         type=up_to(MOST_SEQUENCES),
-        required=True,
+        required=required,
         metavar="N",
-        help="sequences of one optimizer step",
+        help=f"sequences of one optimizer step{more}",
     )
 
 

@@ -3,11 +3,11 @@
 import argparse
 from dataclasses import replace
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag, up_to
-from megatron_terapipe.config.batch import MOST_SEQUENCES
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
 from megatron_terapipe.search.answer.flags import (
+    add_batch_flag,
     add_progress_flag,
     add_question_flags,
     progress_bar,
@@ -39,12 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S.jsonl",
         help="one strategy, or one entry of a ranking, per line",
     )
-    group.add_argument(
-        "--global-batch-size",
-        type=up_to(MOST_SEQUENCES),
-        metavar="N",
-        help="sequences of one optimizer step, for strategies without a batch size",
-    )
+    add_batch_flag(group, required=False, more=", for strategies without a batch size")
     add_progress_flag(group)
     add_json_flag(parser.add_argument_group("output"), "the answer")
 
