@@ -127,8 +127,6 @@ class Prediction:
     """Idle time / (pipeline ranks x makespan)."""
     breakdown: TimeBreakdown
     memory: tuple[RankMemory, ...]
-    network_s: float = 0.0
-    """Seconds of all messages between nodes on the pipeline rank with most of them, hidden or not: its traffic."""
     interval_s: tuple[float, float] | None = None
     """Shortest and longest that `interval_coverage` of iterations take; None = no interval is known."""
     interval_coverage: float = 0.9
@@ -146,7 +144,7 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of a prediction."""
         found = asdict(self) | {"peak_memory_bytes": self.peak_memory_bytes}
-        del found["memory"], found["network_s"]
+        del found["memory"]
         found["memory_per_rank"] = [{**asdict(rank), "total": rank.total} for rank in self.memory]
         parts = found["breakdown"].items()
         return found | {"breakdown": {name: part for name, part in parts if part or name not in OPTIONAL_PARTS}}
@@ -368,27 +366,8 @@ class CostModel:
             bubble_ratio=max(bubble, 0.0),
             breakdown=breakdown,
             memory=(),
-            network_s=float(np.max(self._network_s(placed, step, micro_batches, (reducing, exchanging, routing)))),
             notes=(*simulated.notes, *self._notes_of_experts(placed.strategy)),
         )
-
-    def _network_s(
-        self, placed: PlacedStrategy, step: StepCosts, micro_batches: int, shared: Sequence[Floats]
-    ) -> Floats:
-        """[P] seconds of messages that cross nodes, hidden or not; `shared`: [P] of ranks that share a layer."""
-        layout, groups = placed.strategy.layout, placed.groups
-        sizes = layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size
-        reducing = np.ravel(step.gradient_reduction + step.weight_gather)
-        found = np.where(np.greater(groups.data.num_nodes, 1), reducing, 0.0)
-        for size, name, seconds in zip(sizes, ("tensor", "sequence", "expert"), shared, strict=True):
-            if size > 1:
-                found = found + micro_batches * seconds * np.greater(getattr(groups, name).num_nodes, 1)
-        if layout.pipeline_parallel_size > 1:
-            num_bytes, links = self.messages(placed)
-            sending = 2 * num_bytes / transfer_bandwidth(links, self.efficiency) * links.crosses_nodes
-            ranks = np.arange(len(sending)) % layout.pipeline_parallel_size
-            found = found + micro_batches * np.bincount(ranks, sending.sum(axis=1), layout.pipeline_parallel_size)
-        return np.asarray(found)
 
     def _notes_of_experts(self, strategy: Strategy) -> Iterator[str]:
         """Yield the assumption about expert-parallel ranks, and a warning if experts have few tokens."""

@@ -84,19 +84,19 @@ class Ranked:
         return self.price.iteration_time_s
 
     def sort_key(self, fastest_s: float) -> tuple[Any, ...]:
-        """Key that sorts the feasible first, then by time in steps of `NEARLY_AS_FAST`, memory, traffic and simplicity.
+        """Key that sorts the feasible first, then by time and memory in steps of `NEARLY_AS_FAST`, time and simplicity.
 
         Args:
             fastest_s: seconds of the fastest, from which steps are counted; 0 = times are compared exactly.
         """
         found = self.prediction
         if found is None:
-            return (not self.feasible, True, inf, 0, 0.0, inf, inf, simplicity(self.strategy))
+            return (not self.feasible, True, inf, 0, inf, inf, simplicity(self.strategy))
         # Differences that floating point makes are none: sums of the same terms in another order.
-        time_s, network_s = float(f"{found.iteration_time_s:.10g}"), float(f"{found.network_s:.6g}")
+        time_s = float(f"{found.iteration_time_s:.10g}")
         step = time_s if not fastest_s else time_step(time_s / float(f"{fastest_s:.10g}"))
         peak = found.peak_memory_bytes
-        return (not self.feasible, False, step, memory_step(peak), network_s, time_s, peak, simplicity(self.strategy))
+        return (not self.feasible, False, step, memory_step(peak), time_s, peak, simplicity(self.strategy))
 
 
 NEARLY_AS_FAST = 0.01  # relative difference of times, then of peaks of memory, below which the next key decides

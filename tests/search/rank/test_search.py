@@ -91,20 +91,19 @@ def test_search_equals_exhaustive_simulation(memory_bytes: float) -> None:
 NEARLY = 1 + NEARLY_AS_FAST
 
 
-def test_among_the_nearly_as_fast_less_memory_then_less_traffic_comes_first() -> None:
-    def entry(time_s: float, peak: float, network_s: float, micro_batch: int, reason: str | None = None) -> Ranked:
-        price = prediction(time_s, 0.0, ranks=1, peak=peak)
-        price = replace(price, iteration_time_s=time_s, network_s=network_s)
+def test_among_the_nearly_as_fast_less_memory_comes_first() -> None:
+    def entry(time_s: float, peak: float, micro_batch: int, reason: str | None = None) -> Ranked:
+        price = replace(prediction(time_s, 0.0, ranks=1, peak=peak), iteration_time_s=time_s)
         return Ranked(strategy=Strategy(micro_batch_size=micro_batch), prediction=price, reason=reason)
 
     in_order = [
-        entry(1.008, 5.0e9, 0.3, 1),  # the least memory of the nearly as fast
-        entry(1.009, 8.02e9, 0.1, 2),  # as much memory as the next, and less traffic
-        entry(1.004, 8.01e9, 0.2, 3),
-        entry(1.000, 9.0e9, 0.0, 4),  # the fastest
-        entry(1.011, 1.0e9, 0.0, 5),
-        entry(1.5, 1.0e9, 0.0, 6),
-        entry(0.5, 1.0e9, 0.0, 7, "does not fit"),
+        entry(1.008, 5.0e9, 1),  # the least memory of the nearly as fast
+        entry(1.004, 8.02e9, 2),  # as much memory as the next, and faster
+        entry(1.009, 8.01e9, 3),
+        entry(1.000, 9.0e9, 4),  # the fastest
+        entry(1.011, 1.0e9, 5),
+        entry(1.5, 1.0e9, 6),
+        entry(0.5, 1.0e9, 7, "does not fit"),
     ]
     for entries in (in_order, in_order[::-1], in_order[3:] + in_order[:3]):
         assert [each.strategy.micro_batch_size for each in ranked_in_order(entries)] == [1, 2, 3, 4, 5, 6, 7]
