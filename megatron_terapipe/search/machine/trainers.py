@@ -348,8 +348,10 @@ FSDP = Software(
         MeasuredRun("H100-SXM5", "dense", 70.6e9, (256, 256), "Llama 3.1 70B", "torchtitan"),
     ),
     operators=replace(MEGATRON_CORE.operators, loss=EAGER.loss, expert_clamp=NOTHING, scaled_rotary=None),
-    # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
-    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
+    # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced (18).
+    # Gathered weights are copied into those of a layer (2 + 2), for the forward and again for the backward
+    # (`foreach_all_gather_copy_out` of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=26),
     attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
     # `all_gather_tensor` and `reduce_scatter_tensor` of torch/distributed/_functional_collectives.py copy parts of
     # sequences; github.com/pytorch/torchtitan/pull/437 does without.
