@@ -86,6 +86,11 @@ class Trial:
         return self.source, self.device, len(self.cluster.nodes) > 1
 
     @property
+    def priced_as(self) -> tuple[int, int, Software, str]:
+        """Key of the cost model that prices it: workload, cluster, software and precision."""
+        return id(self.workload), id(self.cluster), self.software, self.precision
+
+    @property
     def least_time_s(self) -> float:
         """Seconds of an iteration, measured or cut off; 0 if neither is known."""
         return self.iteration_time_s or self.longer_than_s or 0.0
@@ -100,15 +105,9 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
 
 
 def models_of(trials: Sequence[Trial], make: Callable[[Trial], Model]) -> list[Model]:
-    """Return a model for each trial; trials of one workload, cluster, software and precision share theirs."""
-    made: dict[tuple[object, ...], Model] = {}
-    found = []
-    for one in trials:
-        key = id(one.workload), id(one.cluster), one.software, one.precision
-        if key not in made:
-            made[key] = make(one)
-        found.append(made[key])
-    return found
+    """Return a model for each trial; trials that are priced alike share theirs."""
+    made = {key: make(alike[0]) for key, alike in grouped(trials, lambda one: one.priced_as).items()}
+    return [made[one.priced_as] for one in trials]
 
 
 MODEL_FIELDS = tuple(each.name for each in fields(ModelConfig))

@@ -138,18 +138,12 @@ def predict_trials(
     step: Callable[[int], None] = lambda _: None,
 ) -> list[PredictedTrial]:
     """Predict each trial; `step` is called with the number of trials that are done."""
-
-    def key(index: int) -> tuple[object, ...]:
-        one = trials[index]
-        return one.source, one.device, id(one.workload), id(one.cluster), one.software, one.precision
-
     found: dict[int, PredictedTrial] = {}
-    for rows in grouped(range(len(trials)), key).values():
-        alike = [trials[index] for index in rows]
-        calibration = calibrations.of(*alike[0].site)
-        found.update(zip(rows, _predict_alike(alike, calibration, profile), strict=True))
-        step(len(rows))
-    return [found[index] for index in range(len(trials))]
+    for alike in grouped(trials, lambda one: (one.site, one.priced_as)).values():
+        predicted = _predict_alike(alike, calibrations.of(*alike[0].site), profile)
+        found.update(zip(map(id, alike), predicted, strict=True))
+        step(len(alike))
+    return [found[id(one)] for one in trials]
 
 
 def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[PredictedTrial]:

@@ -212,10 +212,10 @@ def fault(where: str, value: object, problem: str, remedy: str) -> ConfigError:
 
 
 _RULES = {
-    "int_type": ("is not a whole number", "give one"),
-    "float_type": ("is not a number", "give one"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), ("is not a whole number", "give one")),
+    **dict.fromkeys(("float_type", "float_parsing"), ("is not a number", "give one")),
     "finite_number": ("is not a finite number", "give one"),
-    "bool_type": ("is not true or false", "give one of them"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), ("is not true or false", "give one of them")),
     "string_type": ("is not a text", "give one"),
     "string_pattern_mismatch": ("is not a text", "give one"),
     "list_type": ("is not a list", "write one in [ ]"),
