@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_terapipe.dimensions import ordered_for
-from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.figures import TOLERANCE, best_published, devices_of, speed_of
+from megatron_terapipe.search.answer.figures import NOT_ASKED, TOLERANCE, Training, best_published, devices_of, speed_of
 from megatron_terapipe.search.answer.json_documents import ClusterPart, Document, ModelPart, RankedEntry
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.price.cost_model import Prediction

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.search.answer.answer import ranking
-from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
+from megatron_terapipe.search.answer.figures import add_training_flags, training_of
 from megatron_terapipe.search.answer.flags import (
     add_batch_flag,
     add_progress_flag,

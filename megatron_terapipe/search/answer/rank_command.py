@@ -13,7 +13,7 @@ from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.console import output_console, print_text
 from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
-from megatron_terapipe.search.answer.decisions import add_training_flags, training_of
+from megatron_terapipe.search.answer.figures import add_training_flags, training_of
 from megatron_terapipe.search.answer.flags import (
     MANY,
     above_zero,

@@ -37,8 +37,7 @@ from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.config.model import why_vocabulary_stays_whole
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
-from megatron_terapipe.search.answer.figures import TOLERANCE, best_published, devices_of, speed_of
+from megatron_terapipe.search.answer.figures import NOT_ASKED, TOLERANCE, Training, best_published, devices_of, speed_of
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.question import Question
 from megatron_terapipe.search.learn.calibration import NETWORK, Calibration

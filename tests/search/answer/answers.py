@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from megatron_terapipe.search.answer.answer import ranking
-from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
+from megatron_terapipe.search.answer.figures import NOT_ASKED, Training
 from megatron_terapipe.search.answer.json_documents import (
     PredictDocument,
     RankDocument,

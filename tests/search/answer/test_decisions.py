@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training, add_training_flags, training_of
+from megatron_terapipe.search.answer.figures import NOT_ASKED, Training, add_training_flags, training_of
 from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.answer.screen import print_table
 from megatron_terapipe.search.machine.cluster import Cluster

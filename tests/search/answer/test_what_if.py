@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.search.answer.decisions import NOT_ASKED, Training
+from megatron_terapipe.search.answer.figures import NOT_ASKED, Training
 from megatron_terapipe.search.answer.json_documents import WhatIfPart
 from megatron_terapipe.search.answer.output_files import write_files
 from megatron_terapipe.search.answer.what_if import (
