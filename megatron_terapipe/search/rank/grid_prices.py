@@ -292,6 +292,10 @@ def price_space(
         for each in pricings
     ]
     for found in legal_grids(problem, choices, counts, progress):
+        if _are_states_too_large(found.grid, pricings[0]):
+            counts.priced += int(found.legal.sum())
+            counts.reject(FITS, int(found.legal.sum()))
+            continue
         flags = np.zeros((4, *found.grid.shape), dtype=bool)
         memory = GridMemory(found.grid, pricings[0].memory_model)
         for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
@@ -314,6 +318,23 @@ def price_space(
             left = left & kept
         for zero, row in enumerate(found.grid.rows):
             counts.variants[row] += int(left[..., zero].sum())
+
+
+def _are_states_too_large(grid: StrategyGrid, pricing: Pricing) -> bool:
+    """Whether states need more than the largest device has, however layers are dealt: the mean of the ranks does."""
+    layout, model = grid.layout, pricing.memory_model
+    everything = StagePartition((0, model.workload.num_dealt_layers))
+    whole = model.counter.count(everything, 1, layout.tensor_parallel_size, layout.expert_parallel_size)
+    parameters, of_experts = (
+        part / layout.pipeline_parallel_size for part in (whole.parameters, whole.expert_parameters)
+    )
+    largest = max(node.device.memory_bytes for node in pricing.cluster.nodes) * model.overheads.usable_share
+    states = (
+        model.states(parameters, of_experts, layout=layout, zero_stage=stage, zero_shard_size=size)
+        for stage, size in grid.zero
+    )
+    # Buckets do not grow with the parameters of a rank.
+    return all(np.all(total_bytes(each._replace(buffers=0.0), model.overheads) > largest) for each in states)
 
 
 def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:

@@ -410,7 +410,7 @@ class SearchCounts:
     rejected: Counter[str] = field(default_factory=Counter)
     """How many each rule was the first to reject, by its name."""
     priced: int = 0
-    """Strategies that kept all rules and were priced in closed form."""
+    """Strategies that kept all rules: priced in closed form, unless states are too large for all of a grid."""
     variants: Counter[Row] = field(default_factory=Counter)
     """How many of each row can run, in closed form."""
     simulated: int = 0
