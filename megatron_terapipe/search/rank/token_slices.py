@@ -50,15 +50,14 @@ from megatron_terapipe.strategy import Strategy
 
 @dataclass(frozen=True, eq=False)
 class TabulatedCosts:
-    """Times of token slices whose bounds are points of a grid; a `TokenSliceCosts`. Make it with `of`.
-
-    Messages are apart: the trainers that run token slices send under ops (`Communication.overlaps_transfers`).
-    """
+    """Times of token slices whose bounds are points of a grid; a `TokenSliceCosts`. Make it with `of`."""
 
     table: Numbers
     """[3, U, points, points] seconds of F, BI and BW of a stage of each of U kinds, from point to point."""
     kind_of_stage: NDArray[np.int64]
     """[stages] which kind each stage is."""
+    sending: Numbers
+    """[2, stages, 2] seconds by which messages make F and B longer: fixed, and by token."""
     index: NDArray[np.int64]
     """[seq_length + 1] number of the point at each position."""
 
@@ -66,7 +65,10 @@ class TabulatedCosts:
         """See `TokenSliceCosts`: [3, stages, *shape of starts]."""
         which = np.asarray(stages, np.int64)
         kinds = self.kind_of_stage[which].reshape(-1, *(1,) * np.ndim(starts))
-        return np.asarray(self.table[:, kinds, self.index[starts], self.index[ends]])
+        times = self.table[:, kinds, self.index[starts], self.index[ends]]
+        fixed, by_token = np.moveaxis(self.sending[:, which], -1, 0).reshape(2, 2, -1, *(1,) * np.ndim(starts))
+        times[:2] += fixed + by_token * (np.asarray(ends) - starts)
+        return times
 
     def busiest_and_others(self, num_ranks: int) -> "TabulatedCosts":
         """Two stages in place of a pipeline: its busiest rank, and the mean of all others.
@@ -77,10 +79,14 @@ class TabulatedCosts:
         model_chunks = len(of_rank) // num_ranks
         shares = np.zeros((num_ranks, self.table.shape[1]))
         np.add.at(shares, (of_rank, self.kind_of_stage), 1 / model_chunks)
-        busiest = np.arange(num_ranks) == (shares @ self.table[:, :, 0, -1].sum(axis=0)).argmax()
+        sending = self.sending.reshape(2, model_chunks, num_ranks, 2).mean(axis=1)
+        whole = shares @ self.table[:, :, 0, -1].sum(axis=0) + (sending @ [1, len(self.index) - 1]).sum(axis=0)
+        busiest = np.arange(num_ranks) == whole.argmax()
         others = ~busiest if num_ranks > 1 else busiest
         weights = np.stack([shares[ranks].mean(axis=0) for ranks in (busiest, others)])
-        return TabulatedCosts(np.einsum("uk,tkse->tuse", weights, self.table), np.arange(2), self.index)
+        table = np.einsum("uk,tkse->tuse", weights, self.table)
+        joined = np.stack([sending[:, ranks].mean(axis=1) for ranks in (busiest, others)], axis=1)
+        return TabulatedCosts(table, np.arange(2), joined, self.index)
 
     @classmethod
     def of(cls, cost_model: CostModel, strategy: Strategy, grid: CutGrid) -> "TabulatedCosts":
@@ -100,13 +106,30 @@ class TabulatedCosts:
             times = np.array([ops[FORWARD], ops[BACKWARD], np.zeros_like(ops[FORWARD])])
         table = np.zeros((3, times.shape[1], len(points), len(points)))
         table[:, :, first, last] = times
-        return cls(table, kind_of_stage, np.searchsorted(points, np.arange(grid.seq_length + 1)))
+        index = np.searchsorted(points, np.arange(grid.seq_length + 1))
+        silent = np.zeros((2, len(kind_of_stage), 2))
+        costs = cls(table, kind_of_stage, silent, index)
+        if cost_model.software.communication.overlaps_transfers or len(kind_of_stage) == 1 or len(points) < 3:
+            return costs
+        return replace(costs, sending=_sending(cost_model, strategy, costs, points))
 
 
 def _different_stages(placed: PlacedStrategy) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first stage of each kind, and [stages] the kind of each: the same layers, devices and links."""
     layers = placed.counts.per_stage
     return different_rows(np.column_stack([np.resize(kind_of_rank(placed.groups), len(layers)), layers]))
+
+
+def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, points: Numbers) -> Numbers:
+    """By how much messages that block make ops longer: a straight line in the tokens, through two lengths."""
+    longer = []
+    short, whole = int(points[1]), int(points[-1])
+    for cut in ((whole,), (short, whole - short)):
+        priced = cost_model.pipeline_costs(replace(strategy, num_token_slices=len(cut), token_slices=cut))
+        ops = costs(range(len(costs.kind_of_stage)), np.zeros(1, np.int64), np.array(cut[:1]))
+        longer.append(np.array([priced.forward, priced.backward])[..., 0] - ops[:2, :, 0])
+    by_token = (longer[0] - longer[1]) / (whole - short)
+    return np.stack([longer[1] - by_token * short, by_token], axis=-1)
 
 
 MOST_OPS = 4_000  # ops that are simulated for each cut: less than a tenth of a millisecond
