@@ -2,8 +2,9 @@
 
 `programs()` is a folder with `python`, `terapipe` and `deepspeed`, for the start of PATH. Each is a small client: it
 sends its words, folder, environment and open files to the server, passes signals on, and ends as the forked process
-does. That process finds what a new one would: its own words, environment, `sys.path` and `__main__`. `deepspeed` starts
-ranks on this host and ends all of them when one fails; the tests of launches start DeepSpeed's own launcher.
+does. That process finds what a new one would: its own words, environment, `sys.path` and `__main__`. Its
+`sys.executable` is one of these programs, so that DeepSpeed's launchers and ranks of `terapipe train` are warm, too.
+`deepspeed` starts ranks on this host and ends all of them when one fails.
 """
 
 import argparse
@@ -129,9 +130,13 @@ def _keep(connection: socket.socket, paths: list[str]) -> None:
             os.close(file)
         os.environ.clear()
         os.environ.update(environment)
+        # A rank whose launcher is not above it would be an orphan.
+        os.environ.pop("CROSS_RANK", None)
         os.chdir(folder)
         sys.stdin, sys.stdout, sys.stderr = (open(number, "r" if number == 0 else "w") for number in range(3))
         sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *paths]
+        # What it starts is warm, too: DeepSpeed's launchers, and ranks.
+        sys.executable = str(Path(words[0]).with_name("python"))
         _run(Path(words[0]).name, words[1:])
 
     pid = _forked(program)

@@ -42,7 +42,6 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_the_command_that_a_search_prints_trains(searched: tuple[Path, str]) -> None:
-    """By DeepSpeed's launcher."""
     folder, printed = searched
     (command,) = (
         line.strip() for line in printed.splitlines() if line.strip().startswith("DS_ACCELERATOR=cpu terapipe train")
