@@ -10,6 +10,7 @@ One strategy is a grid of one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -345,13 +346,19 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | 
     return slowest
 
 
-class KindTables(NamedTuple):
+@dataclass(frozen=True)
+class KindTables:
     """Ops of the kinds of layers on the kinds of ranks, side by side."""
 
     by_device: list[Floats]
     """[..., kinds x K, ...]; more than one where the ranks of a stage are on several devices."""
     kind_of_rank: NDArray[np.int64]
     """[P] number of each pipeline rank's kind."""
+
+    @cached_property
+    def least(self) -> Floats:
+        """[..., kinds x K, ...] of the faster device, op by op: a bound must not count on the slower one."""
+        return np.minimum.reduce(self.by_device) if len(self.by_device) > 1 else self.by_device[0]
 
     @classmethod
     def of(cls, groups: RankGroups, table: Callable[[Device, LayerLinks], Floats], axis: int = 1) -> "KindTables":

@@ -72,7 +72,7 @@ class OpTables:
         if grid.micro_batch == self._sizes:
             return known
         rows = [self._sizes.index(size) for size in grid.micro_batch]
-        return known[:, :, :, rows]
+        return np.take(known, rows, axis=3)
 
     def splits(self, grid: StrategyGrid) -> Splits:
         """Return the lengths of the token slices of a grid's strategies."""
@@ -113,7 +113,8 @@ class OpTables:
             last = np.append(begins[1:], ops.shape[-1]) - 1
             parts = np.add.reduceat(ops, begins, axis=-1), ops[..., begins], ops[..., last]
             found.append(np.moveaxis(np.stack(parts)[:, :, :, of_pair], 3, -1))
-        return np.stack(found, axis=-1)
+        # In the order of its axes, in which `stage_ops` reads it without a copy.
+        return np.ascontiguousarray(np.stack(found, axis=-1))
 
 
 def _relevant(topology: GroupTopology) -> GroupTopology:
@@ -175,8 +176,6 @@ def rank_ops(grid: StrategyGrid, tables: KindTables, counts: LayerCounts, op_s: 
         return on_slowest_device([stage_ops(layers, table[WHOLE]) for table in tables.by_device])
 
     ranks, num_stages = len(counts.parameters), len(counts.per_stage)
-    # A bound must not count on the slower one of two devices.
-    least = np.minimum.reduce(tables.by_device) if len(tables.by_device) > 1 else tables.by_device[0]
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
     of_rank = tables.layers(counts.per_rank, np.arange(ranks))
     first_of, row_of_rank = different_rows(of_rank)
@@ -201,9 +200,9 @@ def rank_ops(grid: StrategyGrid, tables: KindTables, counts: LayerCounts, op_s: 
         completing=np.maximum.reduce(completing) + op_s,
         stages=stages,
         followed=followed,
-        before=stage_ops(passed[stages], least[FIRST]) + op_s * stages.reshape(-1, 1, 1, 1, 1),
+        before=stage_ops(passed[stages], tables.least[FIRST]) + op_s * stages.reshape(-1, 1, 1, 1, 1),
         filling_s=stage_ops(of_stage[:1], filling)[0, 0] + op_s * (token_slices - 1),
-        turning=stage_ops(passed[-1:], least[LAST])[:, 0] + op_s * num_stages,
+        turning=stage_ops(passed[-1:], tables.least[LAST])[:, 0] + op_s * num_stages,
     )
 
 
