@@ -203,9 +203,9 @@ def write_files(
     """
     why_not: str | None = "no strategy can run"
     launch, command, how_to_run, files = None, None, "", []
-    for winner in document.priced[:1]:
+    if document.priced:
         try:
-            launch, why_not = launch_of(winner.strategy, problem), None
+            launch, why_not = launch_of(document.priced[0].strategy, problem), None
         except ConfigError as error:
             why_not = str(error)
     if launch is not None:

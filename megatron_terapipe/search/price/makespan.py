@@ -45,14 +45,8 @@ class Pipeline(NamedTuple):
     @classmethod
     def of(cls, strategy: Strategy) -> "Pipeline":
         """Return the pipeline of a strategy."""
-        one = strategy
-        return cls(
-            one.schedule,
-            one.pipeline_parallel_size,
-            one.stages_of_a_rank,
-            one.num_micro_batches,
-            one.num_token_slices,
-        )
+        ranks, model_chunks = strategy.pipeline_parallel_size, strategy.stages_of_a_rank
+        return cls(strategy.schedule, ranks, model_chunks, strategy.num_micro_batches, strategy.num_token_slices)
 
     @property
     def defers(self) -> bool:
